@@ -1,0 +1,317 @@
+"""What to compute: `KernelSpec`, phase-free and made of compile-time facts only.
+
+Vendored into every kernel package, therefore relative imports and nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any, TypeVar
+
+from .errors import SpecError
+
+SPEC_FORMAT = 1
+MAX_BLOCK_SIZE = 1024
+MAX_HEAD_DIM = 256
+MAX_GROUP = 32
+
+E = TypeVar("E", bound=StrEnum)
+
+
+class DType(StrEnum):
+    """Element types of q/out and of the KV cache."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    FP16 = "fp16"
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return 4 if self is DType.FP32 else 2
+
+
+class Phase(StrEnum):
+    """What the rows of a batch are doing; MIXED holds decode and prefill rows in one launch."""
+
+    DECODE = "decode"
+    PREFILL = "prefill"
+    MIXED = "mixed"
+
+
+class Op(StrEnum):
+    """The operations of the kernel family. `attend` reads the paged cache, the others keep it."""
+
+    ATTEND = "attend"
+    WRITE_KV = "write_kv"
+    COPY_BLOCKS = "copy_blocks"
+
+
+class Order(StrEnum):
+    """Order of one cache tensor's dimensions after the block: N token, H kv head, D head dim."""
+
+    NHD = "NHD"
+    HND = "HND"
+    HDN = "HDN"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KVLayout:
+    """Where K and V of a token lie inside a block, K and V described apart.
+
+    Shapes, with `x` elements of the head dim packed together (K only, 1 unless K is dim-major):
+
+    ===== ====================================================
+    order shape
+    ===== ====================================================
+    NHD   `[blocks, block_size, kv_heads, head_dim]`
+    HND   `[blocks, kv_heads, block_size, head_dim]`
+    HDN   K `[blocks, kv_heads, head_dim / x, block_size, x]`, V `[blocks, kv_heads, head_dim, block_size]`
+    ===== ====================================================
+
+    Names: `NHD`, `HND`, `HDN` (dim-major K, HND V), `HDN8` (x = 8), `HDN8_HDN` (vLLM's classic: V dim-major too).
+    """
+
+    k_order: Order = Order.NHD
+    v_order: Order = Order.NHD
+    x: int = 1
+
+    def __post_init__(self) -> None:
+        if self.x < 1 or self.x & (self.x - 1) or self.x > 16:
+            raise SpecError(f"KV layout: x={self.x} is not one of 1, 2, 4, 8, 16; change the number after HDN")
+        if self.x > 1 and self.k_order is not Order.HDN:
+            raise SpecError(f"KV layout: x={self.x} needs dim-major K (HDN), not {self.k_order}; use x=1 or HDN")
+
+    @property
+    def name(self) -> str:
+        """The slug's word for this layout; `parse` is its inverse."""
+        k = self.k_order.value + (str(self.x) if self.x > 1 else "")
+        return k if self.v_order is _usual_v_order(self.k_order) else f"{k}_{self.v_order.value}"
+
+    @classmethod
+    def parse(cls, name: str) -> KVLayout:
+        """Reads a name such as `NHD`, `HDN8`, `HDN2_HDN`. Raises SpecError on anything else."""
+        match = re.fullmatch(r"(NHD|HND|HDN)(\d*)(?:_(NHD|HND|HDN))?", name)
+        if not match:
+            raise SpecError(
+                f"KV layout {name!r} is not known; allowed: NHD, HND, HDN (dim-major K), HDN2..HDN16 (x-packed K), "
+                "each with an optional _NHD, _HND or _HDN for V; change the layout field or --layout"
+            )
+        k_order = Order(match[1])
+        v_order = Order(match[3]) if match[3] else _usual_v_order(k_order)
+        return cls(k_order, v_order, int(match[2] or 1))
+
+    def k_shape(self, num_blocks: int, block_size: int, kv_heads: int, head_dim: int) -> tuple[int, ...]:
+        """Shape of the K cache tensor."""
+        if self.k_order is Order.HDN:
+            return (num_blocks, kv_heads, head_dim // self.x, block_size, self.x)
+        return _token_major(self.k_order, num_blocks, block_size, kv_heads, head_dim)
+
+    def v_shape(self, num_blocks: int, block_size: int, kv_heads: int, head_dim: int) -> tuple[int, ...]:
+        """Shape of the V cache tensor."""
+        if self.v_order is Order.HDN:
+            return (num_blocks, kv_heads, head_dim, block_size)
+        return _token_major(self.v_order, num_blocks, block_size, kv_heads, head_dim)
+
+
+def _usual_v_order(k_order: Order) -> Order:
+    return Order.HND if k_order is Order.HDN else k_order
+
+
+def _token_major(order: Order, blocks: int, block_size: int, heads: int, dim: int) -> tuple[int, ...]:
+    return (blocks, block_size, heads, dim) if order is Order.NHD else (blocks, heads, block_size, dim)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KernelSpec:
+    """What attention to compute. Two specs are equal exactly when one kernel serves both.
+
+    `layout` None means `auto`: the tuner chooses. `scale` None means head_dim ** -0.5 of the *stated* head_dim.
+    Raises SpecError, naming the field, for anything outside the family.
+    """
+
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: DType = DType.BF16
+    kv_dtype: DType | None = None  # None: the same as dtype; normalised away below
+    head_dim_v: int | None = None  # None: the same as head_dim; normalised away below
+    block_size: int = 16
+    layout: KVLayout | None = KVLayout()
+    causal: bool = True
+    scale: float | None = None
+    lse: bool = False
+
+    def __post_init__(self) -> None:
+        set_field = object.__setattr__  # the one way to normalise a frozen value
+        for name, kind in (("dtype", DType), ("kv_dtype", DType)):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, kind):
+                set_field(self, name, _enum(kind, value, name))
+        if self.kv_dtype is None:
+            set_field(self, "kv_dtype", self.dtype)
+        if self.head_dim_v is None:
+            set_field(self, "head_dim_v", self.head_dim)
+        for name in ("q_heads", "kv_heads", "head_dim", "head_dim_v", "block_size"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise SpecError(f"{name}={value!r} is not a positive whole number; change the {name} field")
+        for name in ("head_dim", "head_dim_v"):
+            value = getattr(self, name)
+            if value % 8 or value > MAX_HEAD_DIM:
+                raise SpecError(
+                    f"{name}={value} is not supported; allowed: multiples of 8 from 8 to {MAX_HEAD_DIM}; "
+                    f"change {name}, or pad the heads with zeros and state `scale`"
+                )
+        if self.block_size > MAX_BLOCK_SIZE:
+            raise SpecError(f"block_size={self.block_size} is not supported; allowed: 1 to {MAX_BLOCK_SIZE}")
+        if self.q_heads % self.kv_heads:
+            raise SpecError(
+                f"q_heads={self.q_heads} is not a multiple of kv_heads={self.kv_heads}; "
+                "grouped-query attention shares each KV head among the same number of query heads"
+            )
+        if self.group > MAX_GROUP:
+            raise SpecError(f"group q_heads/kv_heads={self.group} is not supported; allowed: 1 to {MAX_GROUP}")
+        if self.layout is not None and self.head_dim % self.layout.x:
+            raise SpecError(f"layout {self.layout.name} packs {self.layout.x} dims, head_dim={self.head_dim} is no multiple")
+        if self.scale is not None and not 0 < self.scale < float("inf"):
+            raise SpecError(f"scale={self.scale} is not a positive finite number; leave it out for head_dim ** -0.5")
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one KV head."""
+        return self.q_heads // self.kv_heads
+
+    @property
+    def softmax_scale(self) -> float:
+        """What scores are multiplied with before the softmax."""
+        return float(self.head_dim**-0.5) if self.scale is None else self.scale
+
+    @property
+    def dim_v(self) -> int:
+        """Head dim of V and of the output."""
+        assert self.head_dim_v is not None  # __post_init__ fills it
+        return self.head_dim_v
+
+    @property
+    def cache_dtype(self) -> DType:
+        """Element type of the KV cache."""
+        assert self.kv_dtype is not None  # __post_init__ fills it
+        return self.kv_dtype
+
+    @property
+    def kv_layout(self) -> KVLayout:
+        """The layout. Raises SpecError while it is still `auto`."""
+        if self.layout is None:
+            raise SpecError("layout is `auto`: a kernel needs one; run `pagegen tune`, or set --layout NHD")
+        return self.layout
+
+    @property
+    def slug(self) -> str:
+        """Readable name; fields that the grammar lacks become a short hash suffix."""
+        dim_v = f"v{self.dim_v}" if self.dim_v != self.head_dim else ""
+        layout = self.layout.name if self.layout else "auto"
+        words = [
+            self.dtype.value,
+            f"d{self.head_dim}{dim_v}",
+            f"h{self.q_heads}x{self.kv_heads}",
+            f"b{self.block_size}",
+            layout,
+        ]
+        if self.cache_dtype is not self.dtype:
+            words.append(f"kv{self.cache_dtype.value}")
+        if self.lse:
+            words.append("lse")
+        unnamed = {name: getattr(self, name) for name in ("causal", "scale") if getattr(self, name) != _DEFAULTS[name]}
+        if unnamed:
+            words.append("x" + hashlib.sha256(json.dumps(unnamed, sort_keys=True).encode()).hexdigest()[:8])
+        return "-".join(words)
+
+    def replace(self, **changes: Any) -> KernelSpec:
+        """A copy with fields changed, validated again."""
+        return dataclasses.replace(self, **changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values; `from_dict` is the inverse."""
+        values: dict[str, Any] = {"format": SPEC_FORMAT}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            values[field.name] = value.value if isinstance(value, DType) else value
+        values["layout"] = self.layout.name if self.layout else "auto"
+        return values
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> KernelSpec:
+        """Reads what `to_dict` (or a person, in YAML) wrote. Raises SpecError naming an unknown or missing field."""
+        known = {field.name for field in dataclasses.fields(cls)}
+        values = dict(values)
+        version = values.pop("format", SPEC_FORMAT)
+        if version != SPEC_FORMAT:
+            raise SpecError(f"spec format {version!r} is not known; this pagegen reads format {SPEC_FORMAT}")
+        unknown = sorted(set(values) - known)
+        if unknown:
+            raise SpecError(f"spec field {unknown[0]!r} is not known; allowed: {', '.join(sorted(known))}")
+        missing = [name for name in ("q_heads", "kv_heads", "head_dim") if name not in values]
+        if missing:
+            raise SpecError(f"spec field {missing[0]!r} is missing; `pagegen spec` prints a complete spec to start from")
+        layout = values.get("layout", "NHD")
+        if isinstance(layout, str):
+            values["layout"] = None if layout == "auto" else KVLayout.parse(layout)
+        elif not isinstance(layout, KVLayout):
+            raise SpecError(f"layout={layout!r} is not a layout name; allowed: NHD, HND, HDN, HDN2..HDN16, auto")
+        for name in ("causal", "lse"):
+            if not isinstance(values.get(name, False), bool):
+                raise SpecError(f"{name}={values[name]!r} is not true or false; change the {name} field")
+        if not isinstance(values.get("scale"), int | float | None) or isinstance(values.get("scale"), bool):
+            raise SpecError(f"scale={values['scale']!r} is not a number; leave it out for head_dim ** -0.5")
+        return cls(**values)
+
+
+_DEFAULTS = {field.name: field.default for field in dataclasses.fields(KernelSpec)}
+
+_SLUG = re.compile(
+    r"(?:(?P<phase>decode|prefill|mixed)-)?(?P<dtype>[a-z0-9]+)-d(?P<head_dim>\d+)(?:v(?P<head_dim_v>\d+))?"
+    r"-h(?P<q_heads>\d+)x(?P<kv_heads>\d+)-b(?P<block_size>\d+)-(?P<layout>[A-Za-z0-9_]+)(?P<options>(?:-[a-z0-9_]+)*)"
+)
+
+
+def parse_slug(slug: str) -> tuple[KernelSpec, Phase | None]:
+    """Reads `[phase-]dtype-dD[vDV]-hQxKV-bB-LAYOUT[-options]`; a missing phase means all.
+
+    Raises SpecError naming the part that is wrong.
+    """
+    match = _SLUG.fullmatch(slug)
+    if not match:
+        raise SpecError(
+            f"spec {slug!r} is neither a file nor a slug; a slug looks like bf16-d64-h9x3-b16-NHD, "
+            "optionally with decode-, prefill- or mixed- in front"
+        )
+    part = match.groupdict()
+    fields: dict[str, Any] = {
+        "dtype": _enum(DType, part["dtype"], "dtype"),
+        "layout": part["layout"],
+        **{name: int(part[name]) for name in ("head_dim", "q_heads", "kv_heads", "block_size")},
+    }
+    if part["head_dim_v"]:
+        fields["head_dim_v"] = int(part["head_dim_v"])
+    for word in filter(None, part["options"].split("-")):
+        if word == "lse":
+            fields["lse"] = True
+        elif word.startswith("kv"):
+            fields["kv_dtype"] = _enum(DType, word[2:], "kv_dtype")
+        else:
+            raise SpecError(f"spec {slug!r}: option {word!r} is not known; allowed: kv<dtype>, lse; use a YAML file for others")
+    return KernelSpec.from_dict(fields), Phase(part["phase"]) if part["phase"] else None
+
+
+def _enum(kind: type[E], value: object, field: str) -> E:
+    try:
+        return kind(value)
+    except ValueError:
+        allowed = ", ".join(member.value for member in kind)
+        raise SpecError(f"{field}={value!r} is not known; allowed: {allowed}; change the {field} field") from None

@@ -1,0 +1,108 @@
+"""How one request is sampled and when it ends."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from pagegen.errors import RequestError
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_LENGTH = 1024  # characters; bounds the text that streaming may hold back
+MAX_STOP_TOKEN_IDS = 256
+MAX_LOGPROBS = 20
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Sampling options of one request; validates itself and raises RequestError with `param` set.
+
+    `temperature` 0 is greedy. `top_k` 0 (or -1) and `top_p` 1 are off; the order is temperature, top-k, top-p.
+    `seed` None draws one per request. `stop` strings never appear in the text; `stop_token_ids` end a request even
+    with `ignore_eos`. `logprobs` n asks for the sampled token's log-probability and the n likeliest, of the raw
+    logits; `prompt_logprobs` the same for the prompt's tokens from the second on.
+    """
+
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        set_field = object.__setattr__  # the one way to normalise a frozen value
+        self._check_int("max_tokens", 1, 2**31 - 1)
+        self._check_int("top_k", -1, 2**63 - 1)
+        set_field(self, "top_k", max(self.top_k, 0))
+        set_field(self, "temperature", self._float("temperature"))
+        if not self.temperature >= 0:
+            raise RequestError(f"temperature={self.temperature} is negative; allowed: 0 (greedy) and above", "temperature")
+        set_field(self, "top_p", self._float("top_p"))
+        if not 0 < self.top_p <= 1:
+            raise RequestError(f"top_p={self.top_p} is out of range; allowed: above 0, up to 1 (off)", "top_p")
+        if self.seed is not None:
+            self._check_int("seed", -(2**63), 2**64 - 1)
+        if not isinstance(self.ignore_eos, bool):
+            raise RequestError(f"ignore_eos={self.ignore_eos!r} is not true or false", "ignore_eos")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                self._check_int(name, 0, MAX_LOGPROBS)
+        set_field(self, "stop", self._stop_strings())
+        set_field(self, "stop_token_ids", self._stop_ids())
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is taken."""
+        return self.temperature == 0
+
+    def validate_for(self, vocab_size: int) -> None:
+        """Checks what depends on the model. Raises RequestError naming the field."""
+        for token in self.stop_token_ids:
+            if token >= vocab_size:
+                raise RequestError(f"stop_token_ids holds {token}; allowed: 0 to {vocab_size - 1}", "stop_token_ids")
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            if count is not None and count > vocab_size:
+                raise RequestError(f"{name}={count} is more than the vocabulary of {vocab_size} tokens", name)
+
+    def _check_int(self, name: str, low: int, high: int) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise RequestError(f"{name}={value!r} is not a whole number", name)
+        if not low <= value <= high:
+            raise RequestError(f"{name}={value} is out of range; allowed: {low} to {high}", name)
+
+    def _float(self, name: str) -> float:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise RequestError(f"{name}={value!r} is not a number", name)
+        if not -1e300 < value < 1e300:  # false for NaN too; a huge int would overflow float()
+            raise RequestError(f"{name}={value!r} is not a finite number"[:200], name)
+        return float(value)
+
+    def _stop_strings(self) -> tuple[str, ...]:
+        stop: object = (self.stop,) if isinstance(self.stop, str) else self.stop
+        if not isinstance(stop, tuple | list) or not all(isinstance(text, str) for text in stop):
+            raise RequestError(f"stop={str(self.stop)[:80]!r} is not a string or a list of strings", "stop")
+        if len(stop) > MAX_STOP_STRINGS:
+            raise RequestError(f"stop has {len(stop)} strings; allowed: up to {MAX_STOP_STRINGS}", "stop")
+        for text in stop:
+            if not 0 < len(text) <= MAX_STOP_LENGTH:
+                raise RequestError(
+                    f"stop holds a string of {len(text)} characters; allowed: 1 to {MAX_STOP_LENGTH}; leave stop out for none",
+                    "stop",
+                )
+        return tuple(stop)
+
+    def _stop_ids(self) -> tuple[int, ...]:
+        ids: object = self.stop_token_ids
+        if not isinstance(ids, tuple | list) or len(ids) > MAX_STOP_TOKEN_IDS:
+            raise RequestError(f"stop_token_ids is not a list of up to {MAX_STOP_TOKEN_IDS} token ids", "stop_token_ids")
+        for token in ids:
+            if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+                raise RequestError(f"stop_token_ids holds {token!r}, which is not a token id", "stop_token_ids")
+        return tuple(ids)

@@ -1,0 +1,141 @@
+"""C++ text to a loaded kernel: compile once per (text, flags, compiler), publish whole, verify before loading.
+
+Check, lock, check again, build, rename: a killed build leaves nothing that a later one trusts, and the kernel releases
+its lock. Vendored into every kernel package, which rebuilds a missing binary with it.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+from ..errors import BuildError
+from ..kernel import ABI_VERSION, CPP_KERNELS, CppAttend, CppCopyBlocks, CppWriteKV
+from ..paths import compiler_override, kernel_cache, locked
+from ..spec import KernelSpec, Op
+from ..target import Target
+
+# -fno-math-errno and no-trapping let loops vectorise; infinities and NaN keep their IEEE meaning (no -ffast-math).
+FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-fopenmp",
+    "-fvisibility=hidden",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-ffp-contract=fast",
+    "-Wall",
+    "-Wextra",
+    "-Werror",
+)
+COMPILE_TIMEOUT = 300  # seconds; a template of ours takes a few
+
+
+def compiler() -> str:
+    """The C++ compiler's path: $PAGEGEN_CXX, else g++, else clang++. Raises BuildError if there is none."""
+    override = compiler_override()
+    names = (override,) if override else ("g++", "clang++")
+    for name in names:
+        path = shutil.which(name)
+        if path:
+            return path
+    raise BuildError(
+        f"no C++ compiler: looked for {' and '.join(names)}; install g++ (Debian, Ubuntu: apt-get install g++) "
+        "or set PAGEGEN_CXX to one"
+    )
+
+
+@functools.cache
+def compiler_version(path: str) -> str:
+    """First line of `--version`: the name and version that a key holds, never the path."""
+    try:
+        result = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise BuildError(f"the C++ compiler {path} does not run ({error}); set PAGEGEN_CXX to one that does") from None
+    return result.stdout.splitlines()[0].strip()
+
+
+def toolchain() -> dict[str, Any]:
+    """The toolchain half of a CPU fingerprint."""
+    import torch
+
+    return {"compiler": compiler_version(compiler()), "flags": " ".join(FLAGS), "torch": torch.__version__}
+
+
+def compile_library(text: str, target: Target) -> Path:
+    """The shared library built from `text` for `target`, from the cache if it is there and whole.
+
+    Raises BuildError with the compiler's own log.
+    """
+    key = _key(text, target)
+    cache = kernel_cache()
+    folder = cache / key
+    if not _is_whole(folder):
+        with locked(cache / f"{key}.lock"):
+            if not _is_whole(folder):
+                _build(text, target, folder)
+    os.utime(folder)  # last use, for `pagegen cache`
+    return folder / "kernel.so"
+
+
+def _key(text: str, target: Target) -> str:
+    parts = (text, *FLAGS, *target.flags, compiler_version(compiler()), str(ABI_VERSION))
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+
+
+def _is_whole(folder: Path) -> bool:
+    if not folder.exists():
+        return False
+    try:
+        stored = json.loads((folder / "build.json").read_text())["sha256"]
+        if stored == file_sha256(folder / "kernel.so"):
+            return True
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # told below, once, like a wrong hash
+    warnings.warn(f"cached kernel {folder.name} is damaged; building it again", stacklevel=3)
+    return False
+
+
+def file_sha256(path: Path) -> str:
+    """Hex SHA-256 of a file's bytes."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _build(text: str, target: Target, folder: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".build-") as name:
+        work = Path(name) / "entry"
+        work.mkdir()
+        (work / "kernel.cpp").write_text(text)
+        run_compiler(["-shared", *FLAGS, *target.flags, "kernel.cpp", "-o", "kernel.so"], work)
+        record = {"sha256": file_sha256(work / "kernel.so"), "target": target.name, "compiler": compiler_version(compiler())}
+        (work / "build.json").write_text(json.dumps(record, indent=1))
+        if folder.exists():  # damaged
+            folder.rename(Path(name) / "damaged")
+        work.rename(folder)
+
+
+def run_compiler(arguments: list[str], folder: Path) -> None:
+    """Runs the compiler in `folder`. Raises BuildError: one line, with the log attached."""
+    try:
+        result = subprocess.run(
+            [compiler(), *arguments], cwd=folder, capture_output=True, text=True, timeout=COMPILE_TIMEOUT, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise BuildError(f"the C++ compiler took over {COMPILE_TIMEOUT} s; choose smaller tiles") from None
+    if result.returncode:
+        first = next((line for line in result.stderr.splitlines() if "error" in line), result.stderr.strip()[:200])
+        raise BuildError(f"the C++ compiler failed ({first.strip()}); see the log with --debug", log=result.stderr)
+
+
+def load(path: Path, spec: KernelSpec, op: Op) -> CppAttend | CppWriteKV | CppCopyBlocks:
+    """A built library as the callable for `op`."""
+    return CPP_KERNELS[op](path, spec, op)

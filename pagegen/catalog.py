@@ -1,0 +1,120 @@
+"""The catalog: which template computes which op in which language, with which knobs. A kernel variant is a row here."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from .errors import SpecError
+from .space import Config, ConfigSpace, Constraint, Knob, power_of_two
+from .spec import KernelSpec, Op, Phase
+from .target import Target
+
+ALL_PHASES = frozenset(Phase)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Template:
+    """A row. `file` is relative to templates/; `supports` answers None, or why not in words a user can act on."""
+
+    op: Op
+    language: str  # cpp or triton
+    file: str
+    space: Callable[[KernelSpec, Target], ConfigSpace]
+    supports: Callable[[KernelSpec, Target], str | None]
+    phases: frozenset[Phase] = ALL_PHASES
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Variant:
+    """One kernel to be: what (spec), where (target), how (template and config)."""
+
+    spec: KernelSpec
+    target: Target
+    template: Template
+    config: Config
+
+    @property
+    def name(self) -> str:
+        """Readable, unique up to the config: `attend cpu:avx512 bf16-d64-h9x3-b16-NHD`."""
+        return f"{self.template.op.value} {self.target.name} {self.spec.slug}"
+
+
+def _on_cpu(spec: KernelSpec, target: Target) -> str | None:
+    if target.kind != "cpu":
+        return "C++ kernels run on CPUs"
+    if spec.cache_dtype is not spec.dtype:
+        return f"the KV cache's dtype ({spec.cache_dtype}) must equal q's ({spec.dtype}); change kv_dtype"
+    return None
+
+
+def _on_gpu(spec: KernelSpec, target: Target) -> str | None:
+    if target.kind == "cpu":
+        return "Triton kernels run on GPUs"
+    if spec.cache_dtype is not spec.dtype:
+        return f"the KV cache's dtype ({spec.cache_dtype}) must equal q's ({spec.dtype}); change kv_dtype"
+    return None
+
+
+def _cpp_attend_space(spec: KernelSpec, target: Target) -> ConfigSpace:
+    group = spec.group
+    direct = max(rows for rows in (1, 2, 3, 4) if group % rows == 0 or group > 4)
+    return ConfigSpace(
+        (
+            power_of_two("tile_kv", 16, 256, 64, "tokens of one online-softmax step"),
+            power_of_two("tile_q", 4, 64, 16, "query tokens of one work item in prefill"),
+            power_of_two("split_kv", 256, 8192, 1024, "tokens of one work item in decode; the parts are combined"),
+            Knob("row_block", (1, 2, 3, 4, 6, 8), direct, "query rows that share a loaded K or V vector, decode"),
+            Knob("row_block_packed", (2, 4, 6, 8, 12), 6, "the same where the tile is packed first, prefill"),
+            Knob("pack_rows", (8, 16, 32, 64), 16, "from this many rows on, K and V tiles are packed to fp32 first"),
+            Knob("prefetch", (0, 1, 2), 1, "tiles ahead that are prefetched through the block table"),
+        ),
+    )
+
+
+def _no_knobs(spec: KernelSpec, target: Target) -> ConfigSpace:
+    return ConfigSpace(())
+
+
+def _triton_attend_space(spec: KernelSpec, target: Target) -> ConfigSpace:
+    wide = spec.head_dim > 128 or spec.dim_v > 128 or spec.dtype.itemsize == 4
+    return ConfigSpace(
+        (
+            power_of_two("tile_q", 16, 128, 16 if wide else 64, "rows (query tokens x group) of one program"),
+            power_of_two("tile_kv", 16, 128, 32 if wide else 64, "tokens of one online-softmax step"),
+            Knob("num_warps", (2, 4, 8), 4, "warps of one program"),
+            Knob("num_stages", (1, 2, 3, 4), 2, "software pipeline depth"),
+        ),
+        (
+            Constraint(lambda v: int(v["tile_q"]) * int(v["tile_kv"]) <= 128 * 128, "the score tile exceeds 128 x 128"),
+            Constraint(lambda v: int(v["tile_q"]) >= spec.group, f"tile_q must hold one group of {spec.group} query heads"),
+        ),
+    )
+
+
+TEMPLATES: tuple[Template, ...] = (
+    Template(Op.ATTEND, "cpp", "cpp/attend.cpp.jinja", _cpp_attend_space, _on_cpu),
+    Template(Op.WRITE_KV, "cpp", "cpp/write_kv.cpp.jinja", _no_knobs, _on_cpu),
+    Template(Op.COPY_BLOCKS, "cpp", "cpp/copy_blocks.cpp.jinja", _no_knobs, _on_cpu),
+    Template(Op.ATTEND, "triton", "triton/attend.py.jinja", _triton_attend_space, _on_gpu),
+    Template(Op.WRITE_KV, "triton", "triton/write_kv.py.jinja", _no_knobs, _on_gpu),
+    Template(Op.COPY_BLOCKS, "triton", "triton/copy_blocks.py.jinja", _no_knobs, _on_gpu),
+)
+
+
+def template_for(op: Op, spec: KernelSpec, target: Target) -> Template:
+    """The first row that serves. Raises SpecError with every row's reason if none does."""
+    reasons = []
+    for row in TEMPLATES:
+        if row.op is op:
+            reason = row.supports(spec, target)
+            if reason is None:
+                return row
+            reasons.append(f"{row.language}: {reason}")
+    raise SpecError(f"no {op.value} template serves {spec.slug} on {target.name} ({'; '.join(reasons)})")
+
+
+def variant(op: Op, spec: KernelSpec, target: Target, config: Config | None = None) -> Variant:
+    """The variant for `config`, or for the template's default."""
+    template = template_for(op, spec, target)
+    return Variant(spec, target, template, config or template.space(spec, target).default)

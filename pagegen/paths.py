@@ -1,0 +1,95 @@
+"""Every folder and every PAGEGEN_* variable; the one place that reads the environment.
+
+| variable        | meaning                                             | default                          |
+|-----------------|-----------------------------------------------------|----------------------------------|
+| PAGEGEN_CACHE   | built kernels and packages of this user (written)   | $XDG_CACHE_HOME or ~/.cache, /pagegen |
+| PAGEGEN_CXX     | the C++ compiler                                    | g++, else clang++                |
+
+Vendored into every kernel package. The package folder and the installation are never written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from .errors import ConfigError
+
+TEMPLATES = Path(__file__).parent / "templates"
+
+
+def compiler_override() -> str | None:
+    """$PAGEGEN_CXX, or None."""
+    return os.environ.get("PAGEGEN_CXX") or None
+
+
+def cache_dir() -> Path:
+    """This user's cache folder, created with mode 0700.
+
+    Raises ConfigError if it cannot be created or written, or belongs to somebody else: it holds native code that is run.
+    """
+    named = os.environ.get("PAGEGEN_CACHE")
+    base = os.environ.get("XDG_CACHE_HOME")
+    try:
+        path = Path(named) if named else (Path(base) if base else Path.home() / ".cache") / "pagegen"
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = path.stat()
+    except (OSError, RuntimeError) as error:
+        raise ConfigError(f"the cache folder cannot be made ({error}); set PAGEGEN_CACHE to a folder you can write") from None
+    if not path.is_dir() or not os.access(path, os.W_OK | os.X_OK):
+        raise ConfigError(f"the cache folder {path} cannot be written; set PAGEGEN_CACHE to a folder you can write")
+    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o022:
+        raise ConfigError(
+            f"the cache folder {path} is not yours alone (owner {status.st_uid}, mode {stat.S_IMODE(status.st_mode):04o}) "
+            "and holds code that is run; set PAGEGEN_CACHE to a folder that only you can write"
+        )
+    return path
+
+
+def kernel_cache() -> Path:
+    """Built libraries, one folder a key."""
+    return _subfolder("kernels")
+
+
+def package_cache() -> Path:
+    """Kernel packages that `generate`, `chat` and `serve` find by themselves."""
+    return _subfolder("packages")
+
+
+def _subfolder(name: str) -> Path:
+    path = cache_dir() / name
+    try:
+        path.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be made ({error.strerror}); set PAGEGEN_CACHE to a folder you can write") from None
+    return path
+
+
+def write_atomic(path: Path, data: bytes | str) -> None:
+    """Publishes a file whole or not at all: a temporary file in the same folder, fsync, rename."""
+    payload = data.encode() if isinstance(data, str) else data
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(payload)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)
+        raise
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Holds an exclusive lock on `path`. The kernel releases it when its holder dies, however it dies."""
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

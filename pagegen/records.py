@@ -1,0 +1,127 @@
+"""The values that tuning fills and packages carry. Plain JSON in and out. Vendored into every kernel package."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from typing import Any
+
+from .errors import PackageError
+from .spec import Phase
+
+
+class Status(StrEnum):
+    """How an evaluation ended. Only PASSED carries a timing."""
+
+    PASSED = "PASSED"
+    INCORRECT = "INCORRECT"
+    BUILD_ERROR = "BUILD_ERROR"
+    RUN_ERROR = "RUN_ERROR"
+    TIMEOUT = "TIMEOUT"
+    PRUNED = "PRUNED"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds of one call: the median over rounds, and an interval for that median."""
+
+    median: float
+    low: float
+    high: float
+    rounds: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Evaluation:
+    """One candidate's result. `score` is what the search minimises: time relative to the anchor measured beside it."""
+
+    status: Status
+    config: Mapping[str, Any]
+    reason: str = ""
+    score: float | None = None
+    timings: Mapping[str, Timing] = dataclasses.field(default_factory=dict)  # workload point -> timing
+    environment: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    seconds: float = 0.0  # what the evaluation itself took
+
+    def __post_init__(self) -> None:
+        if (self.status is Status.PASSED) != (self.score is not None):
+            raise ValueError(f"a score goes with PASSED and only with it, not with {self.status}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values; `from_dict` is the inverse."""
+        return dataclasses.asdict(self) | {"status": self.status.value}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Evaluation:
+        """Reads what `to_dict` wrote."""
+        timings = {name: Timing(**timing) for name, timing in values["timings"].items()}
+        return cls(**{**values, "status": Status(values["status"]), "timings": timings})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DispatchRow:
+    """A bucket of batches and the kernel (by its name in the package) that serves it. None bounds nothing."""
+
+    phase: Phase
+    kernel: str
+    min_seqs: int | None = None
+    max_seqs: int | None = None
+    min_context: int | None = None
+    max_context: int | None = None
+
+    def holds(self, phase: Phase, seqs: int, context: int | None) -> bool:
+        """Whether a batch falls into this bucket. A bound on the context excludes a batch whose context is not known."""
+        if phase is not self.phase or not _within(self.min_seqs, seqs, self.max_seqs):
+            return False
+        if context is None:
+            return self.min_context is None and self.max_context is None
+        return _within(self.min_context, context, self.max_context)
+
+
+def _within(low: int | None, value: int, high: int | None) -> bool:
+    return (low is None or low <= value) and (high is None or value <= high)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DispatchTable:
+    """Rows tried in order; what no row holds goes to the fallback, the untuned default."""
+
+    rows: tuple[DispatchRow, ...]
+    fallback: str
+
+    def select(self, phase: Phase, seqs: int, context: int | None) -> str:
+        """The name of the kernel for a batch."""
+        return next((row.kernel for row in self.rows if row.holds(phase, seqs, context)), self.fallback)
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """Every kernel named, the fallback first, each once."""
+        return tuple(dict.fromkeys([self.fallback, *(row.kernel for row in self.rows)]))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values; `from_dict` is the inverse."""
+        rows = [{**dataclasses.asdict(row), "phase": row.phase.value} for row in self.rows]
+        return {"rows": rows, "fallback": self.fallback}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> DispatchTable:
+        """Reads what `to_dict` wrote. Raises PackageError on anything else."""
+        try:
+            rows: Sequence[Mapping[str, Any]] = values["rows"]
+            return cls(tuple(DispatchRow(**{**row, "phase": Phase(row["phase"])}) for row in rows), values["fallback"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise PackageError(f"dispatch table is malformed ({error}); rebuild the package with `pagegen tune`") from None
+
+
+def phase_of(num_tokens: int, num_seqs: int, max_query_len: int | None) -> Phase:
+    """DECODE if every sequence has one row, PREFILL if none is known to, else MIXED.
+
+    From counts alone: rows == sequences with a longest query of 1 is decode; a longest query whose length accounts for
+    all rows is a single prefill.
+    """
+    if max_query_len is None:
+        max_query_len = 1 if num_tokens <= num_seqs else num_tokens
+    if max_query_len <= 1:
+        return Phase.DECODE
+    return Phase.PREFILL if num_tokens >= 2 * num_seqs else Phase.MIXED

@@ -1,0 +1,253 @@
+"""Where a kernel runs: `Target` (a row of a table), `Hardware` (what this machine is) and the fingerprint of both.
+
+Vendored into every kernel package. Importing it costs no torch; `detect_gpu` imports it when asked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import math
+import os
+import platform
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Target:
+    """One processor family. CPU rows carry compiler flags, GPU rows the limits that static checks use."""
+
+    kind: str  # cpu, cuda or hip
+    arch: str
+    lanes: int = 1  # fp32 lanes of a SIMD register (CPU)
+    flags: tuple[str, ...] = ()  # for g++ and clang++ (CPU)
+    needs: frozenset[str] = frozenset()  # cpuinfo flags without which its code faults (CPU)
+    warp_size: int = 32
+    shared_memory: int = 0  # bytes one thread block may use (GPU)
+    registers: int = 0  # 32-bit registers of one multiprocessor (GPU)
+    max_threads: int = 0  # resident threads of one multiprocessor (GPU)
+
+    @property
+    def name(self) -> str:
+        """`cpu:avx512`, `cuda:sm_90`, `hip:gfx942`."""
+        return f"{self.kind}:{self.arch}"
+
+    @property
+    def slug(self) -> str:
+        """The name as a folder name."""
+        return self.name.replace(":", "-")
+
+
+def _cpu(arch: str, lanes: int, flags: str, needs: str) -> Target:
+    return Target("cpu", arch, lanes, tuple(flags.split()), frozenset(needs.split()))
+
+
+def _cuda(arch: str, shared_kib: int, max_threads: int) -> Target:
+    # "Technical Specifications per Compute Capability" in NVIDIA's CUDA C++ programming guide.
+    return Target("cuda", arch, shared_memory=shared_kib * 1024, registers=65536, max_threads=max_threads)
+
+
+def _hip(arch: str, warp_size: int, lds_kib: int, max_threads: int) -> Target:
+    # LDS a work-group and wave slots a CU, from AMD's CDNA and RDNA instruction set guides.
+    return Target("hip", arch, warp_size=warp_size, shared_memory=lds_kib * 1024, registers=131072, max_threads=max_threads)
+
+
+_X86 = platform.machine() in ("x86_64", "AMD64")
+
+TARGETS: tuple[Target, ...] = (
+    # An ISA: templates/cpp/simd/<arch>.h.jinja and a row here, best first.
+    _cpu("avx512", 16, "-march=x86-64-v4 -mprefer-vector-width=512", "avx512f avx512bw avx512cd avx512dq avx512vl avx2 fma f16c"),
+    _cpu("avx2", 8, "-march=x86-64-v3", "avx2 fma f16c"),
+    _cpu("scalar", 8, "-march=x86-64", ""),
+    _cuda("sm_80", 163, 2048),
+    _cuda("sm_86", 99, 1536),
+    _cuda("sm_89", 99, 1536),
+    _cuda("sm_90", 227, 2048),
+    _cuda("sm_100", 227, 2048),
+    _cuda("sm_120", 99, 1536),
+    _hip("gfx90a", 64, 64, 2048),
+    _hip("gfx942", 64, 64, 2048),
+    _hip("gfx950", 64, 160, 2048),
+    _hip("gfx1100", 32, 64, 2048),
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Hardware:
+    """What this machine offers a process: every value that decides whether a tuned choice still holds."""
+
+    device: str
+    isa: tuple[str, ...]  # CPU targets that run here, best first
+    cores: int  # in the machine
+    affinity: int  # cores this process may use
+    quota: float | None  # cores' worth of time that the container grants; None: no limit
+    caches: Mapping[str, int]  # bytes: L1d, L2 of one core, L3 as reported
+
+    @property
+    def threads(self) -> int:
+        """Threads worth starting: the affinity, cut by the container's quota."""
+        return max(1, min(self.affinity, math.ceil(self.quota) if self.quota else self.affinity))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """`hardware` must match or a package is refused; `toolchain` may change, and then the package re-verifies itself."""
+
+    hardware: Mapping[str, Any]
+    toolchain: Mapping[str, Any]
+
+    @property
+    def hardware_key(self) -> str:
+        """Short hash of the hardware half."""
+        return hashlib.sha256(json.dumps(dict(self.hardware), sort_keys=True).encode()).hexdigest()[:12]
+
+    def differences(self, other: Fingerprint) -> tuple[list[str], list[str]]:
+        """(hardware, toolchain) fields in which `other` differs, each as `field: mine, theirs`."""
+        return _differences(self.hardware, other.hardware), _differences(self.toolchain, other.toolchain)
+
+
+def _differences(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    names = sorted(set(mine) | set(theirs))
+    return [f"{name}: {mine.get(name)!r}, {theirs.get(name)!r}" for name in names if mine.get(name) != theirs.get(name)]
+
+
+def parse_target(name: str) -> Target:
+    """Reads a TARGET word: `auto` and `cpu` mean this machine's best, otherwise a row of TARGETS. Raises ConfigError."""
+    if name == "auto":
+        return best_target()
+    if name == "cpu":
+        return best_cpu()
+    for target in TARGETS:
+        if target.name == name:
+            return target
+    known = ", ".join(target.name for target in TARGETS)
+    raise ConfigError(f"target {name!r} is not known; allowed: auto, cpu, {known}; change --target")
+
+
+def best_target() -> Target:
+    """The GPU if torch sees one that is in the table, else this CPU's best ISA."""
+    return detect_gpu() or best_cpu()
+
+
+def best_cpu() -> Target:
+    """The widest ISA this CPU runs. Raises ConfigError on a processor that is not x86-64."""
+    hardware = detect()
+    if not hardware.isa:
+        raise ConfigError(f"CPU kernels need Linux on x86-64, this is {platform.system()} on {platform.machine()}")
+    return parse_target(f"cpu:{hardware.isa[0]}")
+
+
+def is_present(target: Target) -> bool:
+    """Whether kernels for `target` run on this machine."""
+    return target.arch in detect().isa if target.kind == "cpu" else target == detect_gpu()
+
+
+def require_present(target: Target) -> None:
+    """Raises ConfigError naming both sides unless kernels for `target` run here."""
+    if not is_present(target):
+        here = [f"cpu:{arch}" for arch in detect().isa] + [gpu.name for gpu in [detect_gpu()] if gpu]
+        raise ConfigError(
+            f"target {target.name} is not present here (present: {', '.join(here) or 'none'}); "
+            "`pagegen render` and `pagegen compile` work without the device"
+        )
+
+
+@functools.cache
+def detect_gpu() -> Target | None:
+    """The first GPU that torch sees, as a row of the table; None if there is none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    properties = torch.cuda.get_device_properties(0)
+    if torch.version.hip:
+        name = f"hip:{properties.gcnArchName.split(':')[0]}"
+    else:
+        name = f"cuda:sm_{properties.major * 10 + properties.minor}"
+    return next((target for target in TARGETS if target.name == name), None)
+
+
+@functools.cache
+def detect() -> Hardware:
+    """Reads this machine from /proc, /sys and the container's cgroup."""
+    info = _read(Path("/proc/cpuinfo"))
+    flags = set(_first(r"^flags\s*:\s*(.*)$", info).split())
+    isa = tuple(t.arch for t in TARGETS if t.kind == "cpu" and _X86 and t.needs <= flags)
+    return Hardware(
+        device=_first(r"^model name\s*:\s*(.*)$", info) or platform.machine(),
+        isa=isa if platform.system() == "Linux" else (),
+        cores=os.cpu_count() or 1,
+        affinity=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        quota=cpu_quota(),
+        caches=_caches(Path("/sys/devices/system/cpu/cpu0/cache")),
+    )
+
+
+def cpu_quota(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float | None:
+    """Cores' worth of CPU time granted by cgroup v2 or v1; None without a limit.
+
+    Reads this process's own group and every one above it: the tightest limit counts.
+    """
+    limits: list[float] = []
+    for line in _read(own).splitlines():
+        _, controllers, path = line.split(":", 2)
+        v1 = "cpu" in controllers.split(",")
+        base = root / "cpu" if v1 else root
+        folder = base / path.lstrip("/")
+        for group in (folder, *folder.parents):
+            if v1:
+                words = [_read(group / "cpu.cfs_quota_us").strip(), _read(group / "cpu.cfs_period_us").strip()]
+            else:
+                words = _read(group / "cpu.max").split()
+            if len(words) == 2 and words[0].isdigit() and words[1].isdigit() and int(words[1]):
+                limits.append(int(words[0]) / int(words[1]))
+            if group == base:
+                break
+    return min(limits, default=None)
+
+
+def _caches(folder: Path) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for index in sorted(folder.glob("index*")):
+        level, kind = _read(index / "level").strip(), _read(index / "type").strip()
+        match = re.fullmatch(r"(\d+)([KM])", _read(index / "size").strip())
+        if match and kind != "Instruction":
+            name = f"L{level}" + ("d" if kind == "Data" else "")
+            sizes[name] = int(match[1]) * {"K": 1 << 10, "M": 1 << 20}[match[2]]
+    return sizes
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def _first(pattern: str, text: str) -> str:
+    match = re.search(pattern, text, re.MULTILINE)
+    return match[1].strip() if match else ""
+
+
+def hardware_fingerprint(target: Target) -> dict[str, Any]:
+    """The hardware half for `target` on this machine."""
+    if target.kind == "cpu":
+        here = detect()
+        return {
+            "device": here.device,
+            "target": target.name,
+            "cores": here.cores,
+            "affinity": here.affinity,
+            "quota": here.quota,
+            "caches": dict(here.caches),
+        }
+    import torch
+
+    return {"device": torch.cuda.get_device_name(0), "target": target.name}

@@ -1,0 +1,208 @@
+"""What commands share: how a spec is named, and how people and programs are answered.
+
+People read tables on stdout and progress on stderr; with --json stdout carries one JSON document and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import json
+import re
+import time
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from pagegen.errors import ConfigError, SpecError
+from pagegen.spec import KernelSpec, Phase, parse_slug
+
+PROGRESS_AFTER = 2.0  # seconds; what is shorter shows no bar
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
+ModelArgument = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A Hugging Face folder, a .gguf file, smollm2-135m, or dummy:NAME.")
+]
+ModelOption = Annotated[str | None, typer.Option("--model", metavar="MODEL", help="Read the spec from this model's config.")]
+SpecArgument = Annotated[
+    str | None, typer.Argument(metavar="[SPEC]", help="A YAML or JSON file, or a slug such as bf16-d64-h9x3-b16-NHD.")
+]
+TargetOption = Annotated[str, typer.Option("--target", metavar="TARGET", help="auto, cpu, cpu:avx2, cuda:sm_90, ...")]
+
+# --- naming a spec ---------------------------------------------------------------------------------------------------
+
+_FIELD_HELP = {
+    "q_heads": "Query heads.",
+    "kv_heads": "KV heads.",
+    "head_dim": "Head dim of Q and K.",
+    "head_dim_v": "Head dim of V, if it differs.",
+    "dtype": "Element type of q and out: fp32, bf16, fp16.",
+    "kv_dtype": "Element type of the KV cache, if it differs.",
+    "block_size": "Tokens of a KV block.",
+    "layout": "KV layout: NHD, HND, HDN, HDN8, ... or auto.",
+    "causal": "A query sees no later key.",
+    "scale": "Softmax scale, if it is not head_dim ** -0.5.",
+    "lse": "Also write the log-sum-exp.",
+}
+_SAME_AS = {"kv_dtype": "dtype", "head_dim_v": "head_dim"}  # fields that follow another one unless they are named
+
+
+def spec_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command an option for every field of KernelSpec; it receives those that were given as `overrides`."""
+    hints = typing.get_type_hints(KernelSpec)
+    options = {
+        field.name: Annotated[
+            _option_type(hints[field.name]) | None,
+            typer.Option(_flag(field.name, hints[field.name]), help=_FIELD_HELP[field.name], show_default=False),
+        ]
+        for field in dataclasses.fields(KernelSpec)
+    }
+
+    @functools.wraps(command)
+    def with_overrides(**values: Any) -> None:
+        given = {name: values.pop(name) for name in options}
+        command(**values, overrides={name: value for name, value in given.items() if value is not None})
+
+    own = inspect.signature(command, eval_str=True).parameters.values()
+    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own if p.name != "overrides"]
+    parameters += [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+        for name, annotation in options.items()
+    ]
+    with_overrides.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # typer reads both
+    with_overrides.__annotations__ = {p.name: p.annotation for p in parameters}
+    return with_overrides
+
+
+def _option_type(hint: Any) -> Any:
+    kinds = {hint, *typing.get_args(hint)}
+    return next((kind for kind in (bool, int, float) if kind in kinds), str)
+
+
+def _flag(name: str, hint: Any) -> str:
+    word = name.replace("_", "-")
+    return f"--{word}/--no-{word}" if hint is bool else f"--{word}"
+
+
+def spec_from(spec: str | None, model: str | None, overrides: Mapping[str, Any]) -> tuple[KernelSpec, Phase | None]:
+    """The spec that a command line names: a file or slug, or a model's, with fields replaced by `overrides`.
+
+    A phase of None means all. Raises SpecError, or ModelError for the model.
+    """
+    if (spec is None) == (model is None):
+        raise SpecError("name one spec: a YAML or JSON file, a slug such as bf16-d64-h9x3-b16-NHD, or --model MODEL")
+    if model is not None:
+        found, phase = _model_spec(model), None
+    elif spec is not None:
+        found, phase = _read_spec(Path(spec)) if _is_file(spec) else parse_slug(spec)
+    if not overrides:
+        return found, phase
+    values = found.to_dict()
+    for name, of in _SAME_AS.items():
+        if values[name] == values[of]:
+            del values[name]
+    return KernelSpec.from_dict({**values, **overrides}), phase
+
+
+def _model_spec(model: str) -> KernelSpec:
+    from pagegen.runtime.weights.resolve import resolve_model
+    from pagegen.spec import DType
+
+    return resolve_model(model).config.kernel_spec(DType.BF16)
+
+
+def _is_file(word: str) -> bool:
+    return Path(word).suffix in (".yaml", ".yml", ".json") or Path(word).is_file()
+
+
+def _read_spec(path: Path) -> tuple[KernelSpec, Phase | None]:
+    import yaml
+
+    try:
+        values = yaml.safe_load(path.read_text())  # JSON is YAML
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise SpecError(f"spec file {path} cannot be read: {error}; `pagegen spec` prints one to start from") from None
+    if not isinstance(values, dict):
+        raise SpecError(f"spec file {path} holds no fields; `pagegen spec` prints one to start from")
+    phase = values.pop("phase", None)
+    if phase is not None and phase not in set(Phase):
+        raise SpecError(f"phase={phase!r} in {path} is not known; allowed: {', '.join(Phase)}, or leave it out for all")
+    return KernelSpec.from_dict(values), Phase(phase) if phase else None
+
+
+# --- values ----------------------------------------------------------------------------------------------------------
+
+
+def parse_size(text: str | None, flag: str) -> int | None:
+    """Bytes from `1500000`, `512M` or `1.5GiB` (K, M, G are powers of 1024). Raises ConfigError naming the flag."""
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    size = int(float(match[1]) * {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}[match[2].upper()]) if match else 0
+    if size < 1:
+        raise ConfigError(f"{flag} {text!r} is not a size; write bytes, or a number with K, M or G such as 512M")
+    return size
+
+
+def format_size(num_bytes: int) -> str:
+    """`1.5 MiB`."""
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            break
+        size /= 1024
+    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+
+
+# --- answers ---------------------------------------------------------------------------------------------------------
+
+
+def print_json(document: object) -> None:
+    """The one JSON document of a command; ASCII only, so that no terminal encoding can break it."""
+    typer.echo(json.dumps(document, indent=2, allow_nan=False))
+
+
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table on stdout."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title, title_justify="left", *columns)
+    for row in rows:
+        table.add_row(*map(Text, row))  # Text: a `[` in a path is no markup
+    Console().print(table)
+
+
+def note(message: str) -> None:
+    """A line for people, on stderr."""
+    typer.echo(message, err=True)
+
+
+@contextlib.contextmanager
+def progress(description: str, total: int) -> Iterator[Callable[[int, str], None]]:
+    """Yields `advance(completed, remark)`, which draws a bar on stderr once two seconds have passed, on a terminal."""
+    from rich.console import Console
+    from rich.progress import Progress, TextColumn
+
+    bar = Progress(*Progress.get_default_columns(), TextColumn("{task.fields[remark]}"), console=Console(stderr=True), transient=True)
+    task = bar.add_task(description, total=total, remark="")
+    begin, shown = time.monotonic(), False
+
+    def advance(completed: int, remark: str = "") -> None:
+        nonlocal shown
+        bar.update(task, completed=completed, remark=remark)
+        if not shown and bar.console.is_terminal and time.monotonic() - begin > PROGRESS_AFTER:
+            bar.start()
+            shown = True
+
+    try:
+        yield advance
+    finally:
+        if shown:
+            bar.stop()

@@ -1,0 +1,73 @@
+"""`pagegen targets`: what this machine is, what runs on it, and what can be compiled for others."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+from pagegen.cli._common import JsonOption, print_json, print_table
+from pagegen.errors import BuildError
+from pagegen.target import TARGETS, Target, detect, is_present
+
+EXAMPLE = "pagegen targets --json"
+
+
+def command(json: JsonOption = False) -> None:
+    """Show what this machine is and which targets it can run or compile for."""
+    rows = [describe(target) for target in TARGETS]
+    present = [row for row in rows if row["present"]]
+    cross = [row for row in rows if not row["present"]]
+    if json:
+        here = detect()
+        machine = {"device": here.device, "cores": here.cores, "threads": here.threads, "caches": dict(here.caches)}
+        print_json({"machine": machine, "present": present, "cross": cross})
+        return
+    here = detect()
+    caches = ", ".join(f"{name} {size >> 10} KiB" for name, size in here.caches.items())
+    print(f"{here.device}: {here.cores} cores, {here.threads} threads for this process, {caches or 'caches unknown'}")
+    columns = ("target", "here", "limits", "compiler")
+    print_table("targets", columns, [_row(row) for row in (*present, *cross)])
+
+
+def describe(target: Target) -> dict[str, Any]:
+    """A target, whether it is present, its limits and its compiler (None with the reason in `missing`)."""
+    compiler, missing = _compiler(target)
+    return {
+        "name": target.name,
+        "arch": target.arch,
+        "present": is_present(target),
+        "limits": _limits(target),
+        "compiler": compiler,
+        "missing": missing,
+    }
+
+
+def _limits(target: Target) -> dict[str, int]:
+    if target.kind == "cpu":
+        return {"fp32_lanes": target.lanes}
+    return {
+        "warp_size": target.warp_size,
+        "shared_memory": target.shared_memory,
+        "registers": target.registers,
+        "max_threads": target.max_threads,
+    }
+
+
+def _compiler(target: Target) -> tuple[str | None, str | None]:
+    if target.kind == "cpu":
+        from pagegen.build.cpp import compiler, compiler_version
+
+        try:
+            return compiler_version(compiler()), None
+        except BuildError as error:
+            return None, str(error)
+    if importlib.util.find_spec("triton") is None:
+        return None, "triton is not installed; pip install triton (Linux on x86-64)"
+    from importlib.metadata import version
+
+    return f"triton {version('triton')}", None
+
+
+def _row(row: dict[str, Any]) -> tuple[str, str, str, str]:
+    limits = ", ".join(f"{name} {value}" for name, value in row["limits"].items())
+    return row["name"], "runs" if row["present"] else "cross", limits, row["compiler"] or f"missing: {row['missing']}"

@@ -40,7 +40,9 @@ class SamplingParams:
         set_field(self, "top_k", max(self.top_k, 0))
         set_field(self, "temperature", self._float("temperature"))
         if not self.temperature >= 0:
-            raise RequestError(f"temperature={self.temperature} is negative; allowed: 0 (greedy) and above", "temperature")
+            raise RequestError(
+                f"temperature={self.temperature} is negative; allowed: 0 (greedy) and above", "temperature"
+            )
         set_field(self, "top_p", self._float("top_p"))
         if not 0 < self.top_p <= 1:
             raise RequestError(f"top_p={self.top_p} is out of range; allowed: above 0, up to 1 (off)", "top_p")
@@ -101,7 +103,9 @@ class SamplingParams:
     def _stop_ids(self) -> tuple[int, ...]:
         ids: object = self.stop_token_ids
         if not isinstance(ids, tuple | list) or len(ids) > MAX_STOP_TOKEN_IDS:
-            raise RequestError(f"stop_token_ids is not a list of up to {MAX_STOP_TOKEN_IDS} token ids", "stop_token_ids")
+            raise RequestError(
+                f"stop_token_ids is not a list of up to {MAX_STOP_TOKEN_IDS} token ids", "stop_token_ids"
+            )
         for token in ids:
             if isinstance(token, bool) or not isinstance(token, int) or token < 0:
                 raise RequestError(f"stop_token_ids holds {token!r}, which is not a token id", "stop_token_ids")

@@ -41,6 +41,15 @@ class RopeScaling:
         if self.original_max_position < 1:
             raise ModelError(f"rope scaling original_max_position={self.original_max_position} is not positive")
 
+    def scale(self, inv_freq: float) -> float:
+        """The stretched frequency, in radians a token."""
+        if self.kind == "linear":
+            return inv_freq / self.factor
+        turns = self.original_max_position * inv_freq / (2 * math.pi)  # within the trained context
+        kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        kept = min(max(kept, 0.0), 1.0)
+        return inv_freq * (kept + (1 - kept) / self.factor)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelConfig:
@@ -87,7 +96,9 @@ class ModelConfig:
                 raise ModelError(f"model config: {name}={value!r} is not a positive finite number")
         for token in (*self.eos_token_ids, *([] if self.bos_token_id is None else [self.bos_token_id])):
             if not 0 <= token < self.vocab_size:
-                raise ModelError(f"model config: special token id {token} is outside the vocabulary of {self.vocab_size}")
+                raise ModelError(
+                    f"model config: special token id {token} is outside the vocabulary of {self.vocab_size}"
+                )
 
     @classmethod
     def from_hf(cls, values: Mapping[str, Any]) -> ModelConfig:
@@ -110,7 +121,9 @@ class ModelConfig:
         if "head_dim" not in sizes:
             hidden, heads = sizes["hidden_size"], sizes["num_heads"]
             if not isinstance(heads, int) or not isinstance(hidden, int) or heads < 1 or hidden % heads:
-                raise ModelError(f"model config: hidden_size={hidden} over num_attention_heads={heads} gives no whole head_dim")
+                raise ModelError(
+                    f"model config: hidden_size={hidden} over num_attention_heads={heads} gives no whole head_dim"
+                )
             sizes["head_dim"] = hidden // heads
         theta, scaling = _rope(values)
         return cls(
@@ -122,13 +135,19 @@ class ModelConfig:
             tie_word_embeddings=_flag(values, "tie_word_embeddings"),
             attention_bias=_flag(values, "attention_bias"),
             mlp_bias=_flag(values, "mlp_bias"),
-            bos_token_id=token_ids(values.get("bos_token_id"), "bos_token_id")[0] if values.get("bos_token_id") is not None else None,
+            bos_token_id=next(iter(token_ids(values.get("bos_token_id"), "bos_token_id")), None),
             eos_token_ids=token_ids(values.get("eos_token_id"), "eos_token_id"),
         )
 
     def kernel_spec(self, dtype: DType, block_size: int = 16, layout: KVLayout | None = KVLayout()) -> KernelSpec:  # noqa: B008
         """The attention this model needs. Raises SpecError if no kernel covers it."""
         return KernelSpec(self.num_heads, self.num_kv_heads, self.head_dim, dtype, block_size=block_size, layout=layout)
+
+    def inverse_frequencies(self) -> list[float]:
+        """Rotary frequencies in radians a token, scaling included, one for each of the head_dim / 2 rotated pairs."""
+        frequencies = [self.rope_theta ** (-2 * pair / self.head_dim) for pair in range(self.head_dim // 2)]
+        scaling = self.rope_scaling
+        return [scaling.scale(frequency) for frequency in frequencies] if scaling else frequencies
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Every weight by its Hugging Face name; `lm_head.weight` only if it is not tied to the embedding."""
@@ -198,7 +217,11 @@ def _refuse_features(values: Mapping[str, Any]) -> None:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         raise ModelError(f"quantised weights ({method!r}) are not supported; use the original weights or a .gguf file")
     window = values.get("sliding_window")
-    if window is not None and values.get("use_sliding_window", True) and window < values.get("max_position_embeddings", 0):
+    if (
+        window is not None
+        and values.get("use_sliding_window", True)
+        and window < values.get("max_position_embeddings", 0)
+    ):
         raise ModelError(f"sliding_window={window} is not supported; use a model with full attention")
     rotary = values.get("partial_rotary_factor", 1.0)
     if rotary not in (None, 1.0):

@@ -1,0 +1,37 @@
+"""The one place where the model meets the paged cache."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from pagegen.kernel import PagedKernels
+from pagegen.runtime.batch import Batch
+from pagegen.runtime.kv_cache import KVCache
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PagedAttention:
+    """Selective batching's other half: per-sequence attention over the flattened batch, through generated kernels."""
+
+    kernels: PagedKernels
+    kv_cache: KVCache
+
+    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """q [T, q_heads, head_dim], k and v [T, kv_heads, head_dim]; returns [T, q_heads * head_dim]. Writes k and v first."""
+        k_cache, v_cache = self.kv_cache.layers[layer]
+        out = torch.empty((q.shape[0], q.shape[1], self.kernels.spec.dim_v), dtype=q.dtype, device=q.device)
+        self.kernels.write_kv(k, v, k_cache, v_cache, batch.slot_mapping)
+        self.kernels.attend(
+            out,
+            q,
+            k_cache,
+            v_cache,
+            batch.block_table,
+            batch.context_lens,
+            batch.cu_seqlens_q,
+            max_query_len=batch.max_query_len,
+            max_context_len=batch.max_context_len,
+        )
+        return out.flatten(1)

@@ -1,0 +1,55 @@
+"""The KV pool's memory: one (K, V) pair of tensors a layer, all addressed by the same block numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from pagegen.errors import ConfigError
+from pagegen.kernel import PagedKernels, allocate_cache
+from pagegen.spec import KernelSpec
+
+
+def block_bytes(spec: KernelSpec, num_layers: int) -> int:
+    """Bytes of one block over all layers, K and V."""
+    return num_layers * spec.block_size * spec.kv_heads * (spec.head_dim + spec.dim_v) * spec.cache_dtype.itemsize
+
+
+class KVCache:
+    """Zeroed K and V of `num_blocks` blocks for each layer. On a CPU the pages cost memory once they are written."""
+
+    def __init__(self, spec: KernelSpec, num_layers: int, num_blocks: int, device: str | torch.device = "cpu") -> None:
+        self.spec = spec
+        self.num_blocks = num_blocks
+        self.block_bytes = block_bytes(spec, num_layers)
+        try:
+            self.layers = tuple(allocate_cache(spec, num_blocks, device) for _ in range(num_layers))
+        except RuntimeError as error:  # torch's out of memory
+            raise ConfigError(
+                f"a KV pool of {num_blocks} blocks takes {num_blocks * self.block_bytes / 2**20:.0f} MiB, "
+                f"more than {device} has free; lower num_blocks or kv_cache_bytes"
+            ) from error
+
+    def copy_blocks(self, kernels: PagedKernels, copies: Iterable[tuple[int, int]]) -> None:
+        """Copies blocks (source, destination) in every layer, as if one after the other."""
+        for pairs in _independent(copies):
+            tensor = torch.tensor(pairs, dtype=torch.int64, device=self.layers[0][0].device)
+            for k_cache, v_cache in self.layers:
+                kernels.copy_blocks(k_cache, v_cache, tensor)
+
+
+def _independent(copies: Iterable[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
+    """Splits copies, in order, into launches whose pairs can run at the same time: no destination twice or read from."""
+    pairs: list[tuple[int, int]] = []
+    read: set[int] = set()
+    written: set[int] = set()
+    for source, destination in copies:
+        if source in written or destination in written or destination in read:
+            yield pairs
+            pairs, read, written = [], set(), set()
+        pairs.append((source, destination))
+        read.add(source)
+        written.add(destination)
+    if pairs:
+        yield pairs

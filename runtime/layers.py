@@ -1,0 +1,119 @@
+"""What decoders are made of, on a flattened batch of T tokens: no layer knows where one sequence ends.
+
+Hidden states stay in float32 between layers, so that a reduced-precision model rounds only what enters a matrix
+product; norms and rotary embedding are computed in float32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+
+from pagegen.errors import ModelError
+from pagegen.runtime.models.config import RopeScaling
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Linear:
+    """y = x W^T + b; W [out, in]."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class RMSNorm:
+    """x / sqrt(mean(x^2) + eps) * weight in float32, stored as `dtype` (Zhang and Sennrich 2019)."""
+
+    weight: torch.Tensor
+    eps: float
+    dtype: torch.dtype
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps).to(self.dtype)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class RotaryEmbedding:
+    """Rotate-half rotary embedding (Su et al. 2021): dim i pairs with dim i + head_dim / 2, at frequency inv_freq[i]."""
+
+    inv_freq: torch.Tensor  # [head_dim / 2], float32
+
+    @classmethod
+    def create(cls, head_dim: int, theta: float, scaling: RopeScaling | None = None) -> RotaryEmbedding:
+        """inv_freq[i] = theta ** (-2 i / head_dim), then scaled."""
+        inv_freq = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+        return cls(_scale_frequencies(inv_freq, scaling) if scaling else inv_freq)
+
+    def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos [T, 1, 1, head_dim / 2] and signed sin [T, 1, 2, head_dim / 2], once for all layers of a batch."""
+        angle = positions[:, None].float() * self.inv_freq
+        sin = angle.sin()
+        return angle.cos()[:, None, None, :], torch.stack((-sin, sin), dim=1)[:, None]
+
+    @staticmethod
+    def rotate(x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """x [T, heads, head_dim] rotated in float32, in x's dtype."""
+        cos, sin = angles
+        halves = x.view(*x.shape[:-1], 2, -1)
+        return torch.addcmul(halves * cos, halves.flip(-2), sin).to(x.dtype).flatten(-2)
+
+
+def _scale_frequencies(inv_freq: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
+    """`linear`: all divided by the factor (Chen et al. 2023). `llama3`: only long wavelengths, with a ramp between."""
+    if scaling.kind == "linear":
+        return inv_freq / scaling.factor
+    turns = scaling.original_max_position * inv_freq / (2 * math.pi)  # rotations within the trained context
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return inv_freq * (keep + (1.0 - keep) / scaling.factor)
+
+
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up for [T, 2 * n] that holds gate, then up."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+class Checkpoint:
+    """Named weights, checked against the expected names and shapes once, then taken in the model's dtype.
+
+    Raises ModelError naming the first weight that is missing, misshapen or unknown: a checkpoint is never half used.
+    """
+
+    def __init__(self, weights: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> None:
+        for name, shape in shapes.items():
+            if name not in weights:
+                raise ModelError(f"weight {name} is missing; the checkpoint does not match its config")
+            if (found := tuple(weights[name].shape)) != shape:
+                raise ModelError(f"weight {name} has shape {found}, its config says {shape}")
+        unknown = [name for name in weights if name not in shapes and not name.endswith(_REDUNDANT)]
+        if unknown:
+            raise ModelError(f"weight {unknown[0]} has no place in this architecture; the checkpoint does not match its config")
+        self._weights = weights
+        self.dtype = dtype
+
+    def linear(self, *names: str) -> Linear:
+        """One Linear whose outputs are those of the named ones in turn; `names` without `.weight`."""
+        biases = [f"{name}.bias" for name in names if f"{name}.bias" in self._weights]
+        return Linear(self._join([f"{name}.weight" for name in names]), self._join(biases) if biases else None)
+
+    def norm(self, name: str, eps: float) -> RMSNorm:
+        """An RMSNorm; its weight stays in float32."""
+        return RMSNorm(self._weights[f"{name}.weight"].float(), eps, self.dtype)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        return self._weights[name].to(self.dtype)
+
+    def _join(self, names: Sequence[str]) -> torch.Tensor:
+        return torch.cat([self.tensor(name) for name in names]) if len(names) > 1 else self.tensor(names[0])
+
+
+_REDUNDANT = ("rotary_emb.inv_freq", "lm_head.weight")  # old files store the former; the latter is a copy where it is tied

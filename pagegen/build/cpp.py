@@ -6,6 +6,7 @@ its lock. Vendored into every kernel package, which rebuilds a missing binary wi
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import json
@@ -33,11 +34,22 @@ FLAGS = (
     "-fno-math-errno",
     "-fno-trapping-math",
     "-ffp-contract=fast",
-    "-Wall",
-    "-Wextra",
-    "-Werror",
 )
 COMPILE_TIMEOUT = 300  # seconds; a template of ours takes a few
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Product:
+    """What a text becomes: file names inside its cache folder, and the compiler's arguments around the source."""
+
+    source: str
+    output: str
+    flags: tuple[str, ...]
+    libraries: tuple[str, ...] = ()
+
+
+_LIBRARY = _Product("kernel.cpp", "kernel.so", ("-shared", *FLAGS))
+_PROGRAM = _Product("driver.c", "driver", ("-xc", "-std=gnu11", "-O1", "-g", "-Wall", "-Wextra", "-Werror"), ("-ldl",))
 
 
 def compiler() -> str:
@@ -72,36 +84,45 @@ def toolchain() -> dict[str, Any]:
 
 
 def compile_library(text: str, target: Target) -> Path:
-    """The shared library built from `text` for `target`, from the cache if it is there and whole.
+    """The shared library built from C++ `text` for `target`, from the cache if it is there and whole.
 
     Raises BuildError with the compiler's own log.
     """
-    key = _key(text, target)
+    return _compile(_LIBRARY, text, target)
+
+
+def compile_program(text: str, target: Target) -> Path:
+    """The same for the program built from C `text`."""
+    return _compile(_PROGRAM, text, target)
+
+
+def _compile(product: _Product, text: str, target: Target) -> Path:
+    key = _key(product, text, target)
     cache = kernel_cache()
     folder = cache / key
-    if not _is_whole(folder):
+    if not _is_whole(product, folder):
         with locked(cache / f"{key}.lock"):
-            if not _is_whole(folder):
-                _build(text, target, folder)
+            if not _is_whole(product, folder):
+                _build(product, text, target, folder)
     os.utime(folder)  # last use, for `pagegen cache`
-    return folder / "kernel.so"
+    return folder / product.output
 
 
-def _key(text: str, target: Target) -> str:
-    parts = (text, *FLAGS, *target.flags, compiler_version(compiler()), str(ABI_VERSION))
+def _key(product: _Product, text: str, target: Target) -> str:
+    parts = (text, *product.flags, *target.flags, compiler_version(compiler()), str(ABI_VERSION))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
 
-def _is_whole(folder: Path) -> bool:
+def _is_whole(product: _Product, folder: Path) -> bool:
     if not folder.exists():
         return False
     try:
         stored = json.loads((folder / "build.json").read_text())["sha256"]
-        if stored == file_sha256(folder / "kernel.so"):
+        if stored == file_sha256(folder / product.output):
             return True
     except (OSError, ValueError, KeyError, TypeError):
         pass  # told below, once, like a wrong hash
-    warnings.warn(f"cached kernel {folder.name} is damaged; building it again", stacklevel=3)
+    warnings.warn(f"cached kernel {folder.name} is damaged; building it again", stacklevel=4)
     return False
 
 
@@ -110,13 +131,13 @@ def file_sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def _build(text: str, target: Target, folder: Path) -> None:
+def _build(product: _Product, text: str, target: Target, folder: Path) -> None:
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".build-") as name:
         work = Path(name) / "entry"
         work.mkdir()
-        (work / "kernel.cpp").write_text(text)
-        run_compiler(["-shared", *FLAGS, *target.flags, "kernel.cpp", "-o", "kernel.so"], work)
-        record = {"sha256": file_sha256(work / "kernel.so"), "target": target.name, "compiler": compiler_version(compiler())}
+        (work / product.source).write_text(text)
+        run_compiler([*product.flags, *target.flags, product.source, "-o", product.output, *product.libraries], work)
+        record = {"sha256": file_sha256(work / product.output), "target": target.name, "compiler": compiler_version(compiler())}
         (work / "build.json").write_text(json.dumps(record, indent=1))
         if folder.exists():  # damaged
             folder.rename(Path(name) / "damaged")

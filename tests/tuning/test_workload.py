@@ -1,0 +1,97 @@
+"""Workloads say what is timed, and their tensors make a call find its KV cold and scattered."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pagegen.errors import ConfigError
+from pagegen.spec import KernelSpec, Phase
+from pagegen.tuning.workload import Inputs, Point, Pool, Workload, cold_bytes
+
+SPEC = KernelSpec(q_heads=6, kv_heads=2, head_dim=16, dtype="fp32", block_size=5)
+SEQUENCES = st.tuples(st.integers(1, 9), st.integers(0, 40)).map(lambda p: (p[0], p[0] + p[1]))
+
+
+@given(st.lists(SEQUENCES, min_size=1, max_size=12))
+def test_a_points_name_says_it_all(sequences: list[tuple[int, int]]) -> None:
+    point = Point(tuple(q for q, _ in sequences), tuple(c for _, c in sequences))
+    assert Point.parse(point.name) == point
+
+
+@pytest.mark.parametrize("name", ["", "8", "8x1", "8x1@", "0x1@5", "1x0@5", "1x6@5", "1x1@5+", "1x-1@5"])
+def test_a_malformed_point_is_refused_by_name(name: str) -> None:
+    with pytest.raises(ConfigError, match="point"):
+        Point.parse(name)
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_weight_is_positive_and_finite(weight: float) -> None:
+    with pytest.raises(ConfigError, match="weight"):
+        Point.parse("1x1@5", weight)
+
+
+def test_bytes_and_flops_count_what_the_mathematics_needs() -> None:
+    point = Point.parse("1x3@5")
+    assert point.kv_bytes(SPEC) == 5 * 2 * (16 + 16) * 4
+    assert point.flops(SPEC) == 2 * (3 + 4 + 5) * 6 * (16 + 16)  # rows see 3, 4 and 5 keys
+    assert point.flops(SPEC.replace(causal=False)) == 2 * 15 * 6 * 32
+
+
+@given(st.lists(SEQUENCES, min_size=1, max_size=5), st.integers(0, 200_000))
+def test_copies_of_a_batch_share_no_block(sequences: list[tuple[int, int]], pool_bytes: int) -> None:
+    point = Point(tuple(q for q, _ in sequences), tuple(c for _, c in sequences))
+    inputs = Inputs(Pool.for_points(SPEC, (point,), pool_bytes), point)
+    used = [block for table in inputs.block_tables for block in table.flatten().tolist() if block >= 0]
+    assert len(used) == len(set(used)) and inputs.block_tables
+    assert max(used) < inputs.pool.k_cache.shape[0]
+
+
+def test_every_caller_of_a_batch_takes_the_next_copy() -> None:
+    point = Point.parse("2x1@7")
+    inputs = Inputs(Pool.for_points(SPEC, (point,), num_bytes=20_000), point)
+    copies = len(inputs.block_tables)
+    assert copies > 2
+    turns = [inputs.next_table() for _ in range(copies + 1)]
+    assert len({id(table) for table in turns}) == copies and turns[0] is turns[-1]
+
+
+def test_bounding_a_workload_keeps_at_least_the_smallest_point() -> None:
+    workload = Workload(Phase.DECODE, (Point.parse("1x1@64"), Point.parse("8x1@64")))
+    one = workload.points[0].kv_bytes(SPEC)
+    assert [p.name for p in workload.within(SPEC, one).points] == ["1x1@64"]
+    assert [p.name for p in workload.within(SPEC, 1).points] == ["1x1@64"]
+    assert workload.within(SPEC, 8 * one) == workload
+
+
+@pytest.mark.parametrize("phase", Phase)
+def test_presets_read_back_and_hold_batches_of_their_phase(phase: Phase) -> None:
+    path = Path(__file__).parents[2] / "tuning" / "presets" / f"{phase}.yaml"
+    workload = Workload.from_dict(yaml.safe_load(path.read_text()))
+    assert workload.phase is phase and Workload.from_dict(workload.to_dict()) == workload
+    for point in workload.points:
+        decoding = [rows == 1 for rows in point.query_lens]
+        assert all(decoding) if phase is Phase.DECODE else not any(decoding) if phase is Phase.PREFILL else len(set(decoding)) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [({"format": 2}, "format"), ({"phase": "both"}, "phase"), ({"points": []}, "points"), ({"points": {"1x1@5": "2"}}, "weight")],
+)
+def test_a_malformed_workload_is_refused_by_field(changes: dict[str, object], word: str) -> None:
+    with pytest.raises(ConfigError, match=word):
+        Workload.from_dict({"format": 1, "phase": "decode", "points": {"1x1@5": 1}, **changes})
+
+
+def test_the_digest_follows_the_content() -> None:
+    workload = Workload(Phase.DECODE, (Point.parse("1x1@64"),))
+    assert workload.digest == Workload(Phase.DECODE, (Point.parse("1x1@64"),)).digest
+    assert workload.digest != Workload(Phase.DECODE, (Point.parse("1x1@64", 2.0),)).digest
+    assert workload.digest != Workload(Phase.MIXED, workload.points).digest
+
+
+def test_cold_bytes_follow_the_last_level_cache_up_to_a_bound() -> None:
+    assert cold_bytes({"L1d": 32 << 10, "L3": 32 << 20}) == 64 << 20
+    assert cold_bytes({"L3": 1 << 30}) == cold_bytes({}) == 256 << 20

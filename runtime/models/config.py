@@ -11,6 +11,7 @@ from pagegen.errors import ModelError
 from pagegen.spec import DType, KernelSpec, KVLayout
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}  # HF model_type -> architecture
+MAX_LAYERS = 1024  # a damaged file must not make us list a billion weights
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,6 +87,8 @@ class ModelConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
                 raise ModelError(f"model config: {name}={value!r} is not a positive whole number")
+        if self.num_layers > MAX_LAYERS:
+            raise ModelError(f"model config: num_layers={self.num_layers} is too many; allowed: up to {MAX_LAYERS}")
         if self.num_heads % self.num_kv_heads:
             raise ModelError(
                 f"model config: num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"

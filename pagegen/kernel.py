@@ -135,15 +135,21 @@ def _require(ok: bool, name: str, got: object, want: object) -> None:
 
 
 def _check_rows(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    if tensor.shape == shape and tensor.dtype == dtype and tensor.device == device and tensor.stride(-1) == 1:
+        return  # nearly every call of a decode step ends here, a dozen times a layer
     _require(tensor.shape == shape, f"{name} shape", tuple(tensor.shape), shape)
     _require(tensor.dtype == dtype, f"{name} dtype", tensor.dtype, dtype)
     _require(tensor.device == device, f"{name} device", tensor.device, device)
-    _require(tensor.stride(-1) == 1 or tensor.shape[-1] == 1, f"{name} last stride", tensor.stride(-1), 1)
+    _require(tensor.shape[-1] <= 1, f"{name} last stride", tensor.stride(-1), 1)
+
+
+def _length(tensor: torch.Tensor, dim: int = 0) -> int:
+    return tensor.shape[dim] if tensor.dim() else 0  # a 0-d tensor then fails its shape check, with a message
 
 
 def check_cache(spec: KernelSpec, k_cache: torch.Tensor, v_cache: torch.Tensor) -> int:
     """Checks both caches against the spec and each other; returns the number of blocks."""
-    layout, dtype, num_blocks = spec.kv_layout, TORCH_DTYPES[spec.cache_dtype], k_cache.shape[0]
+    layout, dtype, num_blocks = spec.kv_layout, TORCH_DTYPES[spec.cache_dtype], _length(k_cache)
     k_shape = layout.k_shape(num_blocks, spec.block_size, spec.kv_heads, spec.head_dim)
     v_shape = layout.v_shape(num_blocks, spec.block_size, spec.kv_heads, spec.dim_v)
     _check_rows("k_cache", k_cache, k_shape, dtype, k_cache.device)
@@ -168,14 +174,14 @@ def check_attend(
     """
     num_blocks = check_cache(spec, k_cache, v_cache)
     device, dtype = k_cache.device, TORCH_DTYPES[spec.dtype]
-    tokens, seqs = q.shape[0], context_lens.shape[0]
+    tokens, seqs = _length(q), _length(context_lens)
     _check_rows("q", q, (tokens, spec.q_heads, spec.head_dim), dtype, device)
     _check_rows("out", out, (tokens, spec.q_heads, spec.dim_v), dtype, device)
-    _require(block_table.dim() == 2, "block_table rank", block_table.dim(), 2)
-    _check_rows("block_table", block_table, (seqs, block_table.shape[1]), torch.int32, device)
+    _check_rows("block_table", block_table, (seqs, _length(block_table, -1)), torch.int32, device)
     _check_rows("context_lens", context_lens, (seqs,), torch.int32, device)
     _check_rows("cu_seqlens_q", cu_seqlens_q, (seqs + 1,), torch.int32, device)
-    _require((lse is not None) == spec.lse, "lse tensor", "given" if lse is not None else "none", f"spec.lse={spec.lse}")
+    if (lse is not None) != spec.lse:
+        _require(False, "lse tensor", "none" if lse is None else "given", "one" if spec.lse else "none (spec.lse is false)")
     if lse is not None:
         _check_rows("lse", lse, (tokens, spec.q_heads), torch.float32, device)
     return num_blocks
@@ -191,7 +197,7 @@ def check_write_kv(
 ) -> int:
     """The same for write_kv; k and v come in the cache's dtype."""
     num_blocks = check_cache(spec, k_cache, v_cache)
-    device, dtype, tokens = k_cache.device, TORCH_DTYPES[spec.cache_dtype], k.shape[0]
+    device, dtype, tokens = k_cache.device, TORCH_DTYPES[spec.cache_dtype], _length(k)
     _check_rows("k", k, (tokens, spec.kv_heads, spec.head_dim), dtype, device)
     _check_rows("v", v, (tokens, spec.kv_heads, spec.dim_v), dtype, device)
     _check_rows("slot_mapping", slot_mapping, (tokens,), torch.int64, device)
@@ -201,7 +207,7 @@ def check_write_kv(
 def check_copy_blocks(spec: KernelSpec, k_cache: torch.Tensor, v_cache: torch.Tensor, pairs: torch.Tensor) -> int:
     """The same for copy_blocks; also refuses a block that is both source and destination, or a destination twice."""
     num_blocks = check_cache(spec, k_cache, v_cache)
-    _check_rows("pairs", pairs, (pairs.shape[0], 2), torch.int64, k_cache.device)
+    _check_rows("pairs", pairs, (_length(pairs), 2), torch.int64, k_cache.device)
     _require(pairs.is_contiguous(), "pairs", "strided", "contiguous")
     rows: list[list[int]] = pairs.tolist()
     sources, destinations = {row[0] for row in rows}, [row[1] for row in rows]

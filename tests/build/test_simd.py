@@ -1,0 +1,125 @@
+"""Every word of the SIMD vocabulary means the same on every ISA that runs here, and what torch means."""
+
+import ctypes
+from pathlib import Path
+
+import pytest
+import torch
+
+from pagegen.build.cpp import compile_library
+from pagegen.render import environment
+from pagegen.target import TARGETS, Target, is_present
+
+WORDS = Path(__file__).with_name("simd_words.cpp.jinja").read_text()
+CPUS = [target for target in TARGETS if target.kind == "cpu"]
+DTYPES = {"float": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@pytest.fixture(scope="module", params=CPUS, ids=lambda target: target.arch)
+def words(request: pytest.FixtureRequest) -> ctypes.CDLL:
+    target: Target = request.param
+    if not is_present(target):
+        pytest.skip(f"this CPU does not run {target.name}")
+    return ctypes.CDLL(str(compile_library(environment().from_string(WORDS).render(target=target), target)))
+
+
+def call(function: object, *arguments: torch.Tensor | int) -> None:
+    converted = [
+        ctypes.c_void_p(a.data_ptr()) if isinstance(a, torch.Tensor) else ctypes.c_size_t(a) for a in arguments
+    ]
+    function(*converted)  # type: ignore[operator]
+
+
+def every_pattern(dtype: torch.dtype) -> torch.Tensor:
+    return torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
+
+
+def hard_floats(dtype: torch.dtype) -> torch.Tensor:
+    """Every value of the narrow type, the ties between neighbours, and one place beside each tie; infinities and NaN."""
+    values = every_pattern(dtype).float()
+    values = values[values.isfinite()].sort().values
+    ties = (values[1:].double() + values[:-1].double()).div(2).float()
+    beside = torch.cat([torch.nextafter(ties, torch.tensor(v)) for v in (float("inf"), float("-inf"))])
+    special = torch.tensor([float("inf"), float("-inf"), float("nan"), 65519.0, 65520.0, 3.4e38, 0.0, -0.0, 1e-40])
+    found = torch.cat([values, ties, beside, special])
+    return torch.nn.functional.pad(found, (0, -len(found) % 16))
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return bool(((a == b) & (a.signbit() == b.signbit()) | (a.isnan() & b.isnan())).all())
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+@pytest.mark.parametrize("prefix", ["", "scalar_"])
+def test_every_16_bit_value_widens_exactly(words: ctypes.CDLL, name: str, prefix: str) -> None:
+    values = every_pattern(DTYPES[name])
+    out = torch.empty(len(values))
+    call(getattr(words, f"{prefix}widen_{name}"), values, out, len(values))
+    assert same(out, values.float())
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+@pytest.mark.parametrize("prefix", ["", "scalar_"])
+def test_narrowing_rounds_to_nearest_even_like_torch(words: ctypes.CDLL, name: str, prefix: str) -> None:
+    values = hard_floats(DTYPES[name])
+    out = torch.empty(len(values), dtype=DTYPES[name])
+    call(getattr(words, f"{prefix}narrow_{name}"), values, out, len(values))
+    assert same(out.float(), values.to(DTYPES[name]).float())
+
+
+@pytest.mark.parametrize("name", list(DTYPES))
+def test_partial_loads_and_stores_keep_to_their_elements(words: ctypes.CDLL, name: str) -> None:
+    width = words.lanes()
+    source = torch.arange(1, width + 1).to(DTYPES[name])
+    for n in range(1, width):
+        out = torch.full((width,), 7.0)
+        call(getattr(words, f"widen_some_{name}"), source, out, n)
+        assert out.tolist() == [*range(1, n + 1), *[0] * (width - n)]
+        target = torch.full((width,), 7.0).to(DTYPES[name])
+        call(getattr(words, f"narrow_some_{name}"), source.float(), target, n)
+        assert target.tolist() == [*range(1, n + 1), *[7] * (width - n)]
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_pairs_split_into_even_and_odd(words: ctypes.CDLL, name: str) -> None:
+    width = words.lanes()
+    source = torch.arange(2 * width).to(DTYPES[name])
+    for n in range(1, width + 1):
+        even, odd = torch.full((width,), 7.0), torch.full((width,), 7.0)
+        call(getattr(words, f"pairs_{name}"), source, even, odd, n)
+        assert even.tolist() == [*range(0, 2 * n, 2), *[0] * (width - n)]
+        assert odd.tolist() == [*range(1, 2 * n, 2), *[0] * (width - n)]
+
+
+def test_exp2_is_accurate_and_total_on_what_a_softmax_gives_it(words: ctypes.CDLL) -> None:
+    x = torch.cat([torch.linspace(-125.9, 0, 1 << 16), torch.zeros(16)])
+    out = torch.empty_like(x)
+    call(words.exp2_words, x, out, len(x))
+    exact = torch.exp2(x.double())
+    assert ((out.double() - exact).abs() / exact).max() < 2e-7
+    edges = torch.tensor([0.0, -0.0, float("-inf"), -1e30, -150.0, float("nan")] + [0.0] * 10)
+    call(words.exp2_words, edges, out, len(edges))
+    assert out[:5].tolist() == [1.0, 1.0, 0.0, 0.0, 0.0]
+    assert out[5].isnan(), "a NaN score must not turn into a weight of 0"
+
+
+def test_reductions_joins_and_transposition(words: ctypes.CDLL) -> None:
+    width = words.lanes()
+    rows = torch.randint(-100, 100, (width, width), generator=torch.Generator().manual_seed(0)).float()
+    out = torch.empty(3, width)
+    call(words.reduce_words, rows, out)
+    assert torch.equal(out[0], rows.sum(1)) and torch.equal(out[1], rows.amax(1)) and torch.equal(out[2], rows.sum(1))
+    turned = torch.empty_like(rows)
+    call(words.transpose_words, rows, turned)
+    assert torch.equal(turned, rows.T)
+
+
+def test_arithmetic_and_keep(words: ctypes.CDLL) -> None:
+    width = words.lanes()
+    a, b, out = torch.arange(width) - 3.0, torch.arange(width).flip(0) * 1.5, torch.empty(5, width)
+    call(words.arithmetic, a, b, out)
+    assert torch.equal(out, torch.stack([a + b, a * b, torch.maximum(a, b), a * b + 0.5, torch.zeros(width)]))
+    for n in range(width + 1):
+        kept = torch.empty(width)
+        call(words.keep_words, a, kept, n)
+        assert kept.tolist() == [*a[:n].tolist(), *[-1.0] * (width - n)]

@@ -19,6 +19,7 @@ from pagegen.runtime.sampling_params import SamplingParams
 
 # fp32 logits do not resolve cumulative probabilities further; a token whose predecessors reach top_p within this is out
 TOP_P_EPSILON = 1e-7
+NUCLEUS_WIDTH = 1024
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -125,8 +126,7 @@ def _draw(logits: torch.Tensor, params: Sequence[SamplingParams], uniforms: Sequ
     cumulative = probabilities.cumsum(-1)
     thresholds = column(uniforms) * cumulative[:, -1:]
     drawn = torch.searchsorted(cumulative, thresholds, right=True)  # the first entry above: never one of probability 0
-    possible = (probabilities > 0).long()
-    last = possible.shape[-1] - 1 - possible.flip(-1).argmax(-1, keepdim=True)
+    last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())
     return torch.minimum(drawn, last)[:, 0]  # the threshold may round up to the whole sum
 
 
@@ -134,19 +134,34 @@ def _filter(probabilities: torch.Tensor, params: Sequence[SamplingParams]) -> to
     """Zeroes what top-k and top-p cut from float64 probabilities [R, V]; equals are kept in order of their ids.
 
     A token stays within top-p while those before it, out of the top-k's sum, have not reached p: the token that
-    crosses p stays, and there is always one.
+    crosses p stays, and there is always one. The largest values tell how many stay; only a nucleus wider than
+    NUCLEUS_WIDTH needs the whole vocabulary in order.
     """
-    vocab_size = probabilities.shape[-1]
-    device = probabilities.device
-    ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
+    vocab_size, device = probabilities.shape[-1], probabilities.device
     top_k = torch.tensor([min(options.top_k or vocab_size, vocab_size) for options in params], device=device)
-    top_p = torch.tensor([options.top_p for options in params], dtype=torch.float64, device=device)
-    ordered = ordered.where(torch.arange(vocab_size, device=device) < top_k[:, None], 0.0)
-    before = ordered.cumsum(-1) - ordered
-    reached = before >= (top_p[:, None] - TOP_P_EPSILON) * ordered.sum(-1, keepdim=True)
-    reached &= top_p[:, None] < 1
-    reached[:, 0] = False
-    return torch.zeros_like(probabilities).scatter(-1, order, ordered.masked_fill(reached, 0.0))
+    top_p = torch.tensor([options.top_p for options in params], dtype=torch.float64, device=device)[:, None]
+    stated = max((options.top_k for options in params), default=0)
+    width = min(max(stated, NUCLEUS_WIDTH), vocab_size)
+    values, num_kept = _count_kept(probabilities, top_k[:, None], top_p, width)
+    if width < vocab_size and bool(((num_kept == width) & (top_k > width)).any()):
+        values, num_kept = _count_kept(probabilities, top_k[:, None], top_p, vocab_size)
+    smallest = values.gather(-1, num_kept[:, None] - 1)
+    above, equal = probabilities > smallest, probabilities == smallest
+    room = num_kept[:, None] - above.sum(-1, keepdim=True)
+    return probabilities.where(above | (equal & (equal.cumsum(-1) <= room)), 0.0)
+
+
+def _count_kept(
+    probabilities: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, width: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `width` largest values of each row in order, and how many of them stay, [R]; top_k and top_p are [R, 1]."""
+    values = probabilities.topk(width, -1).values
+    within = torch.arange(width, device=values.device) < top_k
+    candidates = values.where(within, 0.0)
+    total = candidates.sum(-1, keepdim=True).where(top_k <= width, probabilities.sum(-1, keepdim=True))
+    before = candidates.cumsum(-1) - candidates
+    kept = within & ((before < (top_p - TOP_P_EPSILON) * total) | (top_p >= 1))
+    return values, kept.sum(-1).clamp(min=1)
 
 
 def _unusable(peak: torch.Tensor) -> str:

@@ -1,0 +1,228 @@
+"""Runs C++ libraries on cases in a process of its own, through the generated driver of templates/cpp/driver.c.jinja.
+
+A crash, a hang or a write out of bounds is thereby an outcome with the case's name, and a guilty kernel cannot harm the
+process that judges it. This module writes the driver's files and reads them; the template says what they hold.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import os
+import re
+import signal
+import struct
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+
+from ..build.cpp import compile_program
+from ..errors import CheckError
+from ..kernel import ABI_VERSION, AttendArgs, CopyBlocksArgs, WriteKVArgs, k_strides, v_strides
+from ..records import Status
+from ..render import environment
+from ..spec import KernelSpec, Op
+from ..target import Target
+from .compare import CheckReport, Failure, compare
+from .suite import OUTPUTS, Case, Fault, Tensors, flat, materialise
+
+RUNS = 2  # of every case: on the workspace as it was left, and on a fresh one
+TIMEOUT = 60.0  # seconds for a whole suite; it takes well under one
+FAR_ELEMENTS = 1 << 32  # where the upper half of a far cache's blocks begins
+WROTE_OUTSIDE = 1000
+
+ARGS: dict[Op, type[ctypes.Structure]] = {Op.ATTEND: AttendArgs, Op.WRITE_KV: WriteKVArgs, Op.COPY_BLOCKS: CopyBlocksArgs}
+
+
+def driver_text(op: Op, *, linked: bool = False) -> str:
+    """The driver's C text; `linked` makes one to be linked with a kernel instead of opening a library."""
+    return environment().get_template("cpp/driver.c.jinja").render(op=op.value, linked=linked)
+
+
+@functools.cache
+def _driver(op: Op, target: Target) -> Path:
+    return compile_program(driver_text(op), target)
+
+
+# --- cases to a file -------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Buffer:
+    """Memory that a field of the args struct points to; block i of a far cache begins `stride` elements after i - 1."""
+
+    field: str
+    tensor: torch.Tensor
+    writable: bool
+    stride: int | None = None
+
+    def segments(self) -> list[torch.Tensor]:
+        """What is mapped, each as one dimension."""
+        if self.stride is None:
+            return [flat(self.tensor)]
+        return [flat(block) for block in self.tensor]
+
+    def offsets(self) -> list[int]:
+        """Where each segment begins, in bytes."""
+        return [i * (self.stride or 0) * self.tensor.element_size() for i in range(len(self.segments()))]
+
+
+class PreparedCases:
+    """Cases as the driver's file, written once for all candidates of a spec; removed with this object."""
+
+    def __init__(self, cases: Sequence[Case]) -> None:
+        self.cases = tuple(cases)
+        self._folder = tempfile.TemporaryDirectory(prefix="pagegen-check-")
+        self.path = Path(self._folder.name) / "cases"
+        self.outputs: list[list[_Buffer]] = []
+        with self.path.open("wb") as file:
+            file.write(struct.pack("2Q", ABI_VERSION, len(self.cases)))
+            for case in self.cases:
+                self.outputs.append(_write_case(file, case))
+
+
+@functools.lru_cache(maxsize=4)
+def prepare(cases: tuple[Case, ...]) -> PreparedCases:
+    """`PreparedCases`, kept for the next candidate."""
+    return PreparedCases(cases)
+
+
+def _write_case(file: BinaryIO, case: Case) -> list[_Buffer]:
+    tensors, kind = materialise(case), ARGS[case.op]
+    strides = {name: _far_stride(tensors[name]) if case.far else None for name in ("k_cache", "v_cache")}
+    fields = _fields(case, tensors)
+    fields |= {f"{name[0]}_stride_block": stride for name, stride in strides.items() if stride is not None}
+    size = ctypes.sizeof(kind) - 8 * (case.fault is Fault.ARGS_SIZE)
+    args = bytes(kind(size=size, num_threads=case.threads, **fields))
+    buffers = [_Buffer(name, tensor, name in OUTPUTS[case.op], strides.get(name)) for name, tensor in tensors.items()]
+    file.write(struct.pack("3Q", 1 + len(buffers), RUNS, case.fault is Fault.WORKSPACE))
+    file.write(struct.pack("6Q", 0, len(args), 0, 1, 0, len(args)))
+    for buffer in buffers:
+        sizes = [segment.nbytes for segment in buffer.segments()]
+        spans = list(zip(buffer.offsets(), sizes, strict=True))
+        field = getattr(kind, buffer.field).offset
+        file.write(struct.pack("4Q", field, sum(spans[-1]) if spans else 0, buffer.writable, len(spans)))
+        file.writelines(struct.pack("2Q", *span) for span in spans)
+    file.write(args)
+    for buffer in buffers:
+        file.writelines(segment.view(torch.uint8).numpy().data for segment in buffer.segments())
+    file.write(bytes(-file.tell() % 8))
+    return [buffer for buffer in buffers if buffer.writable]
+
+
+def _far_stride(cache: torch.Tensor) -> int:
+    """Elements from block to block: whole pages, and the upper half of the blocks lies past FAR_ELEMENTS."""
+    return -(-FAR_ELEMENTS // max(1, cache.shape[0] // 2) // 65536) * 65536
+
+
+def _fields(case: Case, tensors: Tensors) -> dict[str, int | float]:
+    """The args struct's numbers: counts and strides; pointers are the driver's."""
+    layout = case.spec.kv_layout
+    k_cache, v_cache = tensors["k_cache"], tensors["v_cache"]
+    fields: dict[str, int | float] = {"num_blocks": k_cache.shape[0]}
+    for letter, strides in (("k", k_strides(layout, k_cache)), ("v", v_strides(layout, v_cache))):
+        names = (f"{letter}_stride_{what}" for what in ("block", "token", "head", "dim"))
+        fields |= dict(zip(names, strides, strict=True))
+    match case.op:
+        case Op.ATTEND:
+            table = tensors["block_table"]
+            fields |= {"num_tokens": tensors["q"].shape[0], "num_seqs": table.shape[0], "table_width": table.shape[1]}
+            fields |= {"block_table_stride": table.stride(0)}
+            fields |= {"scale": case.spec.softmax_scale if case.scale is None else case.scale}
+            rows = {"q": "q", "out": "out", "lse": "lse"}
+        case Op.WRITE_KV:
+            fields |= {"num_tokens": tensors["k"].shape[0]}
+            rows = {"k": "src_k", "v": "src_v"}
+        case Op.COPY_BLOCKS:
+            fields |= {"num_pairs": tensors["pairs"].shape[0]}
+            rows = {}
+    for name, prefix in rows.items():
+        if name in tensors:
+            fields |= {f"{prefix}_stride_token": tensors[name].stride(0), f"{prefix}_stride_head": tensors[name].stride(1)}
+    return fields
+
+
+# --- running ---------------------------------------------------------------------------------------------------------
+
+
+def check_library(
+    library: Path, spec: KernelSpec, op: Op, target: Target, cases: Sequence[Case], timeout: float = TIMEOUT
+) -> CheckReport:
+    """Runs the cases of `op` on a built library that `target` names the processor of.
+
+    PASSED; INCORRECT with every wrong case; RUN_ERROR or TIMEOUT with the case in which it happened. Raises CheckError
+    if the driver itself cannot work, for want of memory or disk.
+    """
+    prepared = prepare(tuple(case for case in cases if case.op is op))
+    with tempfile.TemporaryDirectory(prefix="pagegen-check-") as folder:
+        results = Path(folder) / "results"
+        command = [str(_driver(op, target)), str(library), str(prepared.path), str(results)]
+        try:
+            done = subprocess.run(command, env=_environment(), capture_output=True, timeout=timeout, check=False, cwd=folder)
+        except subprocess.TimeoutExpired as error:
+            failure = Failure(_reached(prepared, error.stdout), f"no answer within {timeout:g} s for the suite")
+            return CheckReport.of(len(prepared.cases), [failure], Status.TIMEOUT)
+        said = done.stderr.decode(errors="replace").strip()
+        if done.returncode < 0:
+            message = f"killed by {signal.Signals(-done.returncode).name}" + (f" after saying: {said[-200:]}" if said else "")
+            return CheckReport.of(len(prepared.cases), [Failure(_reached(prepared, done.stdout), message)], Status.RUN_ERROR)
+        if done.returncode:
+            raise CheckError(f"the check driver stopped with status {done.returncode} ({said[-200:]}) on {library.name}")
+        return CheckReport.of(len(prepared.cases), _judge(prepared, results.read_bytes()))
+
+
+def _environment() -> dict[str, str]:
+    """This process's, with OpenMP's own variables replaced: a user's settings must not decide a verdict."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_", "KMP_"))}
+    return kept | {"OMP_NUM_THREADS": "1", "OMP_DYNAMIC": "false", "OMP_WAIT_POLICY": "passive", "LC_ALL": "C"}
+
+
+def _reached(prepared: PreparedCases, stdout: bytes | None) -> Case:
+    told = re.findall(rb"^case (\d+) run \d+$", stdout or b"", re.MULTILINE)
+    return prepared.cases[int(told[-1]) if told else 0]
+
+
+def _judge(prepared: PreparedCases, results: bytes) -> Iterator[Failure]:
+    at = 0
+    for case, buffers in zip(prepared.cases, prepared.outputs, strict=True):
+        messages = []
+        for _ in range(RUNS):
+            status, workspace_bytes = struct.unpack_from("2q", results, at)
+            at += 16
+            outputs: Tensors = {}
+            for buffer in buffers if status == 0 else ():
+                outputs[buffer.field] = _read(buffer, results, at)
+                at += sum(segment.nbytes for segment in buffer.segments())
+            messages.append(_verdict(case, status, workspace_bytes, outputs))
+        wrong = next((index for index, message in enumerate(messages) if message), None)
+        if wrong is not None:
+            where = ("a used", "a fresh")[wrong % 2] + " workspace" if case.op is Op.ATTEND else f"run {wrong}"
+            yield Failure(case, f"{messages[wrong]}" + ("" if all(messages) else f" (with {where} only)"))
+
+
+def _read(buffer: _Buffer, results: bytes, at: int) -> torch.Tensor:
+    """An output in the geometry of `materialise`."""
+    room = torch.empty_like(flat(buffer.tensor))
+    made = room.as_strided(buffer.tensor.shape, buffer.tensor.stride())
+    targets = [room] if buffer.stride is None else [flat(block) for block in made]
+    for target in targets:
+        if target.nbytes:
+            target.copy_(torch.frombuffer(bytearray(results[at : at + target.nbytes]), dtype=target.dtype))
+        at += target.nbytes
+    return made
+
+
+def _verdict(case: Case, status: int, workspace_bytes: int, outputs: Mapping[str, torch.Tensor]) -> str | None:
+    if status == WROTE_OUTSIDE:
+        return "wrote outside its tensors or its workspace"
+    wanted = case.fault.status if case.fault else 0
+    if case.fault is Fault.WORKSPACE and workspace_bytes == 0:
+        wanted = 0  # a kernel without workspace cannot be given too little
+    if status != wanted:
+        return f"answered status {status}, expected {wanted} (see templates/cpp/abi.h)"
+    return None if case.fault else compare(case, outputs)

@@ -1,0 +1,86 @@
+"""A package's manifest in words. Vendored into every kernel package, for `python -m <package> explain`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from .records import DispatchRow, DispatchTable
+from .spec import KernelSpec, Op
+
+
+def explain(manifest: Mapping[str, Any]) -> str:
+    """What the package computes, where, with which configs for which batches, and on what evidence."""
+    return "\n".join(_lines(manifest))
+
+
+def _lines(manifest: Mapping[str, Any]) -> Iterator[str]:
+    spec, hardware = KernelSpec.from_dict(manifest["spec"]), manifest["fingerprint"]["hardware"]
+    yield f"{manifest['name']} {manifest['version']}"
+    yield f"Computes  {spec.slug}: {_spec_words(spec)}"
+    yield f"Runs on   {manifest['target']}: {_pairs({k: v for k, v in hardware.items() if k != 'target'})}"
+    yield f"Made      {manifest['created']} by pagegen {manifest['pagegen']} with {_pairs(manifest['fingerprint']['toolchain'])}"
+    yield "Kernels"
+    for name, entry in manifest["kernels"].items():
+        config = " ".join(f"{knob}={value}" for knob, value in entry["config"].items())
+        form = "binary and source" if entry["binary"] else "source"
+        yield f"  {name}: {entry['op']} from {entry['template']} ({form}), {config or 'no knobs'}"
+    for op in Op:
+        table = DispatchTable.from_dict(manifest["dispatch"][op.value])
+        if table.rows:
+            yield f"Dispatch of {op.value}, the first line that holds the batch"
+            yield from (f"  {_bucket(row)}: {row.kernel}" for row in table.rows)
+            yield f"  everything else: {table.fallback}, the untuned default"
+    if manifest["evidence"]:
+        yield "Evidence"
+        yield from (f"  {line}" for line in _tree(manifest["evidence"]))
+
+
+def _spec_words(spec: KernelSpec) -> str:
+    dims = f"head dim {spec.head_dim}" + (f" (V {spec.dim_v})" if spec.dim_v != spec.head_dim else "")
+    words = [
+        f"{spec.q_heads} query heads on {spec.kv_heads} KV heads",
+        dims,
+        f"q {spec.dtype.value}, KV {spec.cache_dtype.value} in blocks of {spec.block_size} tokens, layout {spec.kv_layout.name}",
+        "causal" if spec.causal else "not causal",
+        f"scale {spec.softmax_scale:.6g}",
+    ]
+    return ", ".join(words + (["with log-sum-exp"] if spec.lse else []))
+
+
+def _bucket(row: DispatchRow) -> str:
+    parts = [row.phase.value]
+    for low, high, unit in ((row.min_seqs, row.max_seqs, "sequences"), (row.min_context, row.max_context, "tokens of context")):
+        if low is not None and high is not None:
+            parts.append(f"{low} to {high} {unit}")
+        elif low is not None:
+            parts.append(f"{low} {unit} or more")
+        elif high is not None:
+            parts.append(f"up to {high} {unit}")
+    return ", ".join(parts)
+
+
+def _pairs(values: Mapping[str, Any]) -> str:
+    """`cores 2, caches (L1d 49152, L2 1048576)`; what is None is left out."""
+    shown = {name: value for name, value in values.items() if value is not None}
+    return ", ".join(f"{name} ({_pairs(value)})" if isinstance(value, Mapping) else f"{name} {_value(value)}" for name, value in shown.items())
+
+
+def _tree(values: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield f"{name}:"
+            yield from (f"  {line}" for line in _tree(value))
+        elif isinstance(value, Sequence) and not isinstance(value, str) and any(isinstance(item, Mapping) for item in value):
+            yield f"{name}:"
+            yield from (f"  {_pairs(item)}" for item in value)
+        else:
+            yield f"{name}: {_value(value)}"
+
+
+def _value(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return ", ".join(map(_value, value))
+    return str(value)

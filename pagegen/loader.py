@@ -1,0 +1,285 @@
+"""What a kernel package does when it is used: refuse other hardware, verify, rebuild what is missing, dispatch.
+
+Vendored into every kernel package, where it sits one folder below the package and finds everything it needs beside
+itself; it never writes there. What it rebuilds or remembers goes to the user's cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.util
+import json
+import threading
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from .build import cpp
+from .check.compare import check_kernels
+from .errors import BuildError, ConfigError, PackageError, SpecError
+from .kernel import ABI_VERSION, Attend, CopyBlocks, WriteKV
+from .paths import cache_dir, write_atomic
+from .records import DispatchTable, phase_of
+from .spec import KernelSpec, Op, parse_slug
+from .target import Fingerprint, Target, detect, detect_gpu, hardware_fingerprint, is_present, parse_target
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+FIELDS = frozenset(
+    {
+        *("format", "abi", "name", "version", "pagegen", "created", "spec", "target"),
+        *("fingerprint", "kernels", "dispatch", "files", "evidence"),
+    }
+)
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of the package in `folder`. Raises PackageError unless it is one of format 1."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+    except OSError as error:
+        raise PackageError(
+            f"{folder} is no kernel package: {MANIFEST} cannot be read ({error.strerror}); name a folder that "
+            "`pagegen tune` wrote"
+        ) from None
+    except ValueError as error:
+        raise PackageError(f"{folder / MANIFEST} is damaged ({error}); make the package again with `pagegen tune`") from None
+    version = manifest.get("format") if isinstance(manifest, dict) else None
+    if version != FORMAT:
+        raise PackageError(
+            f"package {folder.name} has format {version!r}, this code reads format {FORMAT}; "
+            "make the package again with `pagegen tune`, or use the pagegen that wrote it"
+        )
+    missing = sorted(FIELDS - manifest.keys())
+    if missing:
+        raise PackageError(f"{folder / MANIFEST} lacks {missing[0]!r}; make the package again with `pagegen tune`")
+    return cast(dict[str, Any], manifest)
+
+
+def toolchain(target: Target) -> dict[str, Any]:
+    """The toolchain half of a fingerprint. A missing C++ compiler is a None: binaries run without one.
+
+    Raises BuildError if Triton, which GPU kernels do not run without, is missing.
+    """
+    if target.kind == "cpu":
+        try:
+            return cpp.toolchain()
+        except BuildError:
+            return {"compiler": None, "flags": " ".join(cpp.FLAGS), "torch": torch.__version__}
+    if importlib.util.find_spec("triton") is None:
+        raise BuildError(f"kernels for {target.name} are compiled by triton, which is not installed; pip install triton")
+    from .build import triton
+
+    return triton.toolchain()
+
+
+def fingerprint(target: Target) -> Fingerprint:
+    """Both halves for `target`, which must be present on this machine."""
+    return Fingerprint(hardware_fingerprint(target), toolchain(target))
+
+
+def tune_command(spec: KernelSpec, target: Target, folder: Path) -> str:
+    """The command that makes a package for `spec` on this machine."""
+    try:
+        word = spec.slug if parse_slug(spec.slug)[0] == spec else str(folder / "spec.json")
+    except SpecError:  # the slug has a hash where its grammar lacks words
+        word = str(folder / "spec.json")
+    return f"pagegen tune {word} --target {target.name if is_present(target) else 'auto'}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OpKernels:
+    """`PagedKernels` made of one loaded kernel an op."""
+
+    spec: KernelSpec
+    attend: Attend
+    write_kv: WriteKV
+    copy_blocks: CopyBlocks
+
+
+class PackagedKernels:
+    """`PagedKernels` on a package folder: `attend` picks the kernel that was measured best for the batch at hand.
+
+    Construction reads the manifest only. The first call (or `prepare`) refuses foreign hardware, loads every kernel
+    and, under a toolchain other than the one the package was made with, proves them again.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.manifest = read_manifest(folder)
+        self.name: str = self.manifest["name"]
+        self.spec = KernelSpec.from_dict(self.manifest["spec"])
+        self.target = parse_target(self.manifest["target"])
+        self.dispatch = {op: DispatchTable.from_dict(self.manifest["dispatch"][op.value]) for op in Op}
+        self._lock = threading.Lock()
+        self._loaded: dict[str, Attend | WriteKV | CopyBlocks] | None = None
+
+    @property
+    def device(self) -> str:
+        """The torch device that it runs on."""
+        return "cpu" if self.target.kind == "cpu" else "cuda"  # torch calls AMD's devices cuda, too
+
+    # --- the three operations ----------------------------------------------------------------------------------------
+
+    def attend(
+        self,
+        out: torch.Tensor,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        block_table: torch.Tensor,
+        context_lens: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        *,
+        scale: float | None = None,
+        lse: torch.Tensor | None = None,
+        max_query_len: int | None = None,
+        max_context_len: int | None = None,
+    ) -> None:
+        """Paged attention over a ragged batch; the shapes stand in `_pagegen/kernel.py`.
+
+        The two maxima choose the kernel. A CPU batch that comes without `max_context_len` is read for it (2 us); a
+        GPU batch is not, since that would wait for the device, and gets the rows of the table without a bound on it.
+        """
+        seqs = context_lens.shape[0]
+        if max_context_len is None and context_lens.device.type == "cpu":
+            max_context_len = int(context_lens.max()) if seqs else 0
+        name = self.dispatch[Op.ATTEND].select(phase_of(q.shape[0], seqs, max_query_len), seqs, max_context_len)
+        kernel = cast(Attend, self._kernels()[name])
+        kernel(
+            out,
+            q,
+            k_cache,
+            v_cache,
+            block_table,
+            context_lens,
+            cu_seqlens_q,
+            scale=scale,
+            lse=lse,
+            max_query_len=max_query_len,
+            max_context_len=max_context_len,
+        )
+
+    def write_kv(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Scatters new keys and values into the cache."""
+        cast(WriteKV, self._kernels()[self.dispatch[Op.WRITE_KV].fallback])(k, v, k_cache, v_cache, slot_mapping)
+
+    def copy_blocks(self, k_cache: torch.Tensor, v_cache: torch.Tensor, pairs: torch.Tensor) -> None:
+        """Copies whole blocks inside the cache."""
+        cast(CopyBlocks, self._kernels()[self.dispatch[Op.COPY_BLOCKS].fallback])(k_cache, v_cache, pairs)
+
+    def default_kernels(self) -> OpKernels:
+        """The untuned default, which is every table's fallback: what a bench compares the winners with."""
+        return self._with_attend(self.dispatch[Op.ATTEND].fallback, self._kernels())
+
+    # --- getting ready -----------------------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Checks and loads everything now rather than in the first call.
+
+        Raises PackageError for other hardware, a damaged file, or kernels that fail under this toolchain; BuildError
+        or ConfigError if a missing binary cannot be rebuilt.
+        """
+        self._kernels()
+
+    def _kernels(self) -> dict[str, Attend | WriteKV | CopyBlocks]:
+        if self._loaded is None:
+            with self._lock:
+                if self._loaded is None:
+                    if self.manifest["abi"] != ABI_VERSION:
+                        raise PackageError(f"package {self.name} states C ABI {self.manifest['abi']}, its code has {ABI_VERSION}")
+                    self.require_hardware()
+                    here = Fingerprint({}, toolchain(self.target))
+                    names = dict.fromkeys(name for table in self.dispatch.values() for name in table.kernels)
+                    kernels = {name: self._load(name) for name in names}
+                    self._verify(here, kernels)
+                    self._loaded = kernels
+        return self._loaded
+
+    def require_hardware(self) -> None:
+        """Raises PackageError naming both sides unless this is the hardware that the package was measured on.
+
+        The instruction set is a matter of safety, the rest of the claim that these configs are the best here.
+        """
+        made: Mapping[str, Any] = self.manifest["fingerprint"]["hardware"]
+        gpu = detect_gpu()
+        if is_present(self.target):
+            here = hardware_fingerprint(self.target)
+        elif self.target.kind == "cpu":
+            here = {"device": detect().device, "target": ", ".join(f"cpu:{isa}" for isa in detect().isa) or None}
+        else:
+            here = {"device": torch.cuda.get_device_name(0) if gpu else None, "target": gpu.name if gpu else None}
+        differing = [f"{field}: {made[field]!r} there, {here[field]!r} here" for field in made if here.get(field, made[field]) != made[field]]
+        if differing:
+            raise PackageError(
+                f"package {self.name} was made for other hardware ({'; '.join(differing)}); make the right one with "
+                f"`{tune_command(self.spec, self.target, self.folder)}`"
+            )
+
+    def _load(self, name: str) -> Attend | WriteKV | CopyBlocks:
+        entry = self.manifest["kernels"][name]
+        op, text = Op(entry["op"]), self._verified(entry["source"]).read_text()
+        if entry["language"] == "triton":
+            from .build import triton
+
+            return triton.load(text, entry["key"], self.spec, op, entry["config"])
+        if entry["binary"] and (self.folder / entry["binary"]).exists():
+            return cpp.load(self._verified(entry["binary"]), self.spec, op)
+        return cpp.load(cpp.compile_library(text, self.target), self.spec, op)
+
+    def _verified(self, relative: str) -> Path:
+        path = self.folder / relative
+        cure = "delete it and it is rebuilt from its source" if path.suffix == ".so" else "install the package again"
+        try:
+            found = cpp.file_sha256(path)
+        except OSError as error:
+            raise PackageError(f"package {self.name}: {relative} cannot be read ({error.strerror}); install it again") from None
+        if found != self.manifest["files"].get(relative):
+            raise PackageError(f"package {self.name}: {relative} is not the file that the manifest states (SHA-256 differs); {cure}")
+        return path
+
+    def _with_attend(self, name: str, kernels: Mapping[str, Any]) -> OpKernels:
+        write_kv, copy_blocks = (kernels[self.dispatch[op].fallback] for op in (Op.WRITE_KV, Op.COPY_BLOCKS))
+        return OpKernels(self.spec, kernels[name], write_kv, copy_blocks)
+
+    def _verify(self, here: Fingerprint, kernels: Mapping[str, Any]) -> None:
+        """Runs the quick suite once for every toolchain that is not the one the package was made with."""
+        made = Fingerprint({}, self.manifest["fingerprint"]["toolchain"])
+        differing = made.differences(here)[1]
+        if not differing:
+            return
+        record = self._record_of(here)
+        if record and record.exists():
+            return
+        fallback, *winners = self.dispatch[Op.ATTEND].kernels
+        for name, ops in ((fallback, tuple(Op)), *((winner, (Op.ATTEND,)) for winner in winners)):
+            report = check_kernels(self._with_attend(name, kernels), "quick", ops, device=self.device)
+            if not report.passed:
+                raise PackageError(
+                    f"package {self.name} fails its checks under this toolchain ({'; '.join(differing)}: made with, here): "
+                    f"{name}: {report.reason}; make a new one with `{tune_command(self.spec, self.target, self.folder)}`"
+                )
+        if record:
+            write_atomic(record, json.dumps({"package": self.name, "toolchain": dict(here.toolchain)}, indent=1))
+
+    def _record_of(self, here: Fingerprint) -> Path | None:
+        """Where it is remembered that this very package passed under this toolchain; None if nothing can be written."""
+        content = (self.folder / MANIFEST).read_bytes() + json.dumps(here.toolchain, sort_keys=True).encode()
+        try:
+            folder = cache_dir() / "verified"
+            folder.mkdir(mode=0o700, exist_ok=True)
+        except (ConfigError, OSError) as error:
+            warnings.warn(f"package {self.name} proves itself again at every start: {error}", stacklevel=2)
+            return None
+        return folder / f"{self.name}-{hashlib.sha256(content).hexdigest()[:16]}.json"

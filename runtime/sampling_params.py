@@ -49,7 +49,7 @@ class SamplingParams:
         if self.seed is not None:
             self._check_int("seed", -(2**63), 2**64 - 1)
         if not isinstance(self.ignore_eos, bool):
-            raise RequestError(f"ignore_eos={self.ignore_eos!r} is not true or false", "ignore_eos")
+            raise RequestError(f"ignore_eos={_shown(self.ignore_eos)} is not true or false", "ignore_eos")
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 self._check_int(name, 0, MAX_LOGPROBS)
@@ -74,22 +74,22 @@ class SamplingParams:
     def _check_int(self, name: str, low: int, high: int) -> None:
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, int):
-            raise RequestError(f"{name}={value!r} is not a whole number", name)
+            raise RequestError(f"{name}={_shown(value)} is not a whole number", name)
         if not low <= value <= high:
-            raise RequestError(f"{name}={value} is out of range; allowed: {low} to {high}", name)
+            raise RequestError(f"{name}={_shown(value)} is out of range; allowed: {low} to {high}", name)
 
     def _float(self, name: str) -> float:
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise RequestError(f"{name}={value!r} is not a number", name)
+            raise RequestError(f"{name}={_shown(value)} is not a number", name)
         if not -1e300 < value < 1e300:  # false for NaN too; a huge int would overflow float()
-            raise RequestError(f"{name}={value!r} is not a finite number"[:200], name)
+            raise RequestError(f"{name}={_shown(value)} is not a finite number", name)
         return float(value)
 
     def _stop_strings(self) -> tuple[str, ...]:
         stop: object = (self.stop,) if isinstance(self.stop, str) else self.stop
         if not isinstance(stop, tuple | list) or not all(isinstance(text, str) for text in stop):
-            raise RequestError(f"stop={str(self.stop)[:80]!r} is not a string or a list of strings", "stop")
+            raise RequestError(f"stop={_shown(self.stop)} is not a string or a list of strings", "stop")
         if len(stop) > MAX_STOP_STRINGS:
             raise RequestError(f"stop has {len(stop)} strings; allowed: up to {MAX_STOP_STRINGS}", "stop")
         for text in stop:
@@ -108,5 +108,10 @@ class SamplingParams:
             )
         for token in ids:
             if isinstance(token, bool) or not isinstance(token, int) or token < 0:
-                raise RequestError(f"stop_token_ids holds {token!r}, which is not a token id", "stop_token_ids")
+                raise RequestError(f"stop_token_ids holds {_shown(token)}, which is not a token id", "stop_token_ids")
         return tuple(ids)
+
+
+def _shown(value: object) -> str:
+    """A value for a message: one short line. Python refuses to print integers of thousands of digits."""
+    return "a huge number" if isinstance(value, int) and abs(value) >= 2**64 else repr(value)[:80]

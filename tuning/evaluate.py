@@ -1,0 +1,266 @@
+"""One candidate's way: render, build, gate, time. Whatever goes wrong with it is a status, never an exception.
+
+Candidates run in processes of their own: the gate's driver, then one `Timer` process that outlives them until one of
+them kills it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import Self, cast
+
+import torch
+import yaml
+
+import pagegen
+from pagegen.build import build
+from pagegen.catalog import template_for, variant
+from pagegen.check import check_variant
+from pagegen.errors import BuildError, CheckError, PagegenError, RenderError
+from pagegen.kernel import Attend
+from pagegen.loader import fingerprint
+from pagegen.records import Evaluation, Status
+from pagegen.render import render
+from pagegen.space import Config
+from pagegen.spec import KernelSpec, Op, Phase
+from pagegen.target import Target, detect, parse_target
+from pagegen.tuning.baselines import SdpaBaselines
+from pagegen.tuning.measure import Measurement, geomean_of_medians, measure
+from pagegen.tuning.workload import Inputs, Point, Pool, Workload, cold_bytes
+
+PRESETS = Path(__file__).parent / "presets"
+MAX_KV_BYTES = 64 << 20  # of one call: larger batches of a preset are left out
+POINT_SECONDS = 0.08  # of interleaved rounds a point, candidate and anchor together
+STARTUP_TIMEOUT = 120.0  # seconds until the timing process has torch and a filled cache
+POINT_TIMEOUT = 30.0  # seconds beyond those asked for, a point
+CANDIDATE, DEFAULT = "candidate", "default"
+
+
+def preset(phase: Phase, spec: KernelSpec) -> Workload:
+    """The batches that a phase is tuned for, those whose KV is too large for a spec left out."""
+    values = yaml.safe_load((PRESETS / f"{phase.value}.yaml").read_text())
+    return Workload.from_dict(values).within(spec, MAX_KV_BYTES)
+
+
+# --- the timing process ----------------------------------------------------------------------------------------------
+
+
+class TimerDied(Exception):
+    """The timing process ended or hung; `status` says which, the message how."""
+
+    def __init__(self, status: Status, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Setup:
+    spec: KernelSpec
+    target: str
+    points: tuple[Point, ...]
+    pool_bytes: int
+    threads: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Request:
+    configs: Mapping[str, Config]
+    anchor: str
+    point: Point
+    seconds: float
+    with_sdpa: bool
+
+
+class Timer:
+    """A process that loads kernels and times them side by side. Started when it is needed, and again when it died.
+
+    It is a fresh interpreter, not a fork: torch's thread pool does not survive one.
+    """
+
+    def __init__(self, setup: _Setup) -> None:
+        self._setup = setup
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+
+    def time(
+        self, configs: Mapping[str, Config], anchor: str, point: Point, seconds: float, with_sdpa: bool = False
+    ) -> Measurement:
+        """Times `attend` of each config, and the SDPA forms, on one batch.
+
+        Raises TimerDied if a candidate took the process with it; PagegenError for what it refuses.
+        """
+        connection = self._connection or self._start()
+        connection.send(_Request(configs, anchor, point, seconds, with_sdpa))
+        answer = self._receive(connection, seconds + POINT_TIMEOUT)
+        if isinstance(answer, PagegenError):
+            raise answer
+        assert isinstance(answer, Measurement)
+        return answer
+
+    def close(self) -> None:
+        """Ends the process."""
+        if self._process:
+            self._process.kill()
+            self._process.wait()
+        if self._connection:
+            self._connection.close()
+        self._process = self._connection = None
+
+    def _start(self) -> Connection:
+        mine, its = Pipe()
+        code = f"from pagegen.tuning.evaluate import serve; serve({its.fileno()})"
+        root = str(Path(pagegen.__file__).parents[1])  # found there even if pagegen is not installed
+        path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            pass_fds=[its.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": path},
+            start_new_session=True,  # Ctrl-C is for the tuner; it ends this process itself
+        )
+        its.close()
+        self._connection = mine
+        mine.send(self._setup)
+        self._receive(mine, STARTUP_TIMEOUT)
+        return mine
+
+    def _receive(self, connection: Connection, timeout: float) -> object:
+        try:
+            if connection.poll(timeout):
+                return connection.recv()
+            died = TimerDied(Status.TIMEOUT, f"no timing within {timeout:.0f} s")
+        except (EOFError, ConnectionError):
+            assert self._process is not None
+            code = self._process.wait()
+            how = signal.Signals(-code).name if code < 0 else f"exit status {code}"
+            died = TimerDied(Status.RUN_ERROR, f"the timing process ended with {how}")
+        self.close()
+        raise died
+
+
+def serve(handle: int) -> None:
+    """The timing process: answers requests on the connection until its other end closes."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a candidate that hangs must not outlive the tuner
+    with Connection(handle) as connection:
+        setup = connection.recv()
+        torch.set_num_threads(setup.threads)
+        target = parse_target(setup.target)
+        device = "cpu" if target.kind == "cpu" else "cuda"
+        pool = Pool.for_points(setup.spec, setup.points, setup.pool_bytes, device)
+        kernels: dict[Config, Attend] = {}
+        connection.send(None)
+        while True:
+            try:
+                request = connection.recv()
+            except EOFError:
+                return
+            try:
+                connection.send(_answer(request, pool, target, kernels))
+            except PagegenError as error:
+                connection.send(type(error)(str(error)))
+
+
+def _answer(request: _Request, pool: Pool, target: Target, kernels: dict[Config, Attend]) -> Measurement:
+    inputs = Inputs(pool, request.point)
+    calls = {}
+    for name, config in request.configs.items():
+        if config not in kernels:
+            kernels[config] = cast(Attend, build(render(variant(Op.ATTEND, pool.spec, target, config))))
+        calls[name] = inputs.bind(kernels[config])
+    if request.with_sdpa:
+        calls |= SdpaBaselines(inputs).calls()
+    wait = torch.cuda.synchronize if pool.device == "cuda" else None
+    return measure(calls, request.anchor, seconds=request.seconds, synchronize=wait)
+
+
+# --- the evaluator ---------------------------------------------------------------------------------------------------
+
+
+class Evaluator:
+    """Evaluates configs of `attend` for one spec on this machine. A context manager: it owns the timing process."""
+
+    def __init__(self, spec: KernelSpec, target: Target, workloads: Mapping[Phase, Workload]) -> None:
+        self.spec, self.target, self.workloads = spec, target, workloads
+        self.default = template_for(Op.ATTEND, spec, target).space(spec, target).default
+        self.threads = detect().threads
+        made_on = fingerprint(target)
+        self.environment = {
+            "hardware": dict(made_on.hardware),
+            "toolchain": dict(made_on.toolchain),
+            "threads": self.threads,
+        }
+        points = tuple(point for workload in workloads.values() for point in workload.points)
+        caches = detect().caches if target.kind == "cpu" else {}
+        self._timer = Timer(_Setup(spec, target.name, points, cold_bytes(caches), self.threads))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.close()
+
+    def evaluate(self, phase: Phase, config: Config) -> Evaluation:
+        """Renders, builds, gates and times one config beside the default on the phase's workload.
+
+        Raises BuildError or CheckError if the default itself does not build or pass: then nothing can be tuned.
+        """
+        begin = time.monotonic()
+        found = self._gated(config) or self._timed(phase, config)
+        if config == self.default and found.status is not Status.PASSED:
+            raise CheckError(
+                f"the default config of attend for {self.spec.slug} on {self.target.name} ended with {found.status} "
+                f"({found.reason}), so there is nothing to tune against; `pagegen check` shows the smallest failing input"
+            )
+        return dataclasses.replace(found, environment=self.environment, seconds=time.monotonic() - begin)
+
+    def compare(
+        self, configs: Mapping[str, Config], anchor: str, phase: Phase, seconds: float, with_sdpa: bool = False
+    ) -> dict[Point, Measurement]:
+        """Times configs that passed the gate side by side on every point of a phase, about `seconds` a point.
+
+        Raises CheckError if one of them takes the timing process down after all.
+        """
+        try:
+            return {
+                point: self._timer.time(configs, anchor, point, seconds, with_sdpa) for point in self.workloads[phase].points
+            }
+        except TimerDied as error:
+            raise CheckError(f"a config that had passed the gate failed in {phase}: {error}; run the command again") from None
+
+    def _gated(self, config: Config) -> Evaluation | None:
+        """None if it passes."""
+        values = config.to_dict()
+        try:
+            report = check_variant(render(variant(Op.ATTEND, self.spec, self.target, config)))
+        except (BuildError, RenderError) as error:
+            if config == self.default:
+                raise
+            return Evaluation(Status.BUILD_ERROR, values, str(error))
+        return None if report.passed else Evaluation(report.status, values, report.reason)
+
+    def _timed(self, phase: Phase, config: Config) -> Evaluation:
+        values = config.to_dict()
+        configs = {DEFAULT: self.default} if config == self.default else {DEFAULT: self.default, CANDIDATE: config}
+        name = next(reversed(configs))
+        points = self.workloads[phase].points
+        measured: list[Measurement] = []
+        for point in points:
+            try:
+                measured.append(self._timer.time(configs, DEFAULT, point, POINT_SECONDS))
+            except TimerDied as error:
+                return Evaluation(error.status, values, f"{point.name}: {error}")
+            except PagegenError as error:
+                return Evaluation(Status.RUN_ERROR, values, f"{point.name}: {error}")
+        score = geomean_of_medians([m.ratios(name) for m in measured], [point.weight for point in points])
+        timings = {point.name: m.timing(name) for point, m in zip(points, measured, strict=True)}
+        return Evaluation(Status.PASSED, values, score=score.median, timings=timings)

@@ -7,14 +7,12 @@ product; norms and rotary embedding are computed in float32.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
 
 from pagegen.errors import ModelError
-from pagegen.runtime.models.config import RopeScaling
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -46,12 +44,6 @@ class RotaryEmbedding:
 
     inv_freq: torch.Tensor  # [head_dim / 2], float32
 
-    @classmethod
-    def create(cls, head_dim: int, theta: float, scaling: RopeScaling | None = None) -> RotaryEmbedding:
-        """inv_freq[i] = theta ** (-2 i / head_dim), then scaled."""
-        inv_freq = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-        return cls(_scale_frequencies(inv_freq, scaling) if scaling else inv_freq)
-
     def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos [T, 1, 1, head_dim / 2] and signed sin [T, 1, 2, head_dim / 2], once for all layers of a batch."""
         angle = positions[:, None].float() * self.inv_freq
@@ -64,16 +56,6 @@ class RotaryEmbedding:
         cos, sin = angles
         halves = x.view(*x.shape[:-1], 2, -1)
         return torch.addcmul(halves * cos, halves.flip(-2), sin).to(x.dtype).flatten(-2)
-
-
-def _scale_frequencies(inv_freq: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
-    """`linear`: all divided by the factor (Chen et al. 2023). `llama3`: only long wavelengths, with a ramp between."""
-    if scaling.kind == "linear":
-        return inv_freq / scaling.factor
-    turns = scaling.original_max_position * inv_freq / (2 * math.pi)  # rotations within the trained context
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-    return inv_freq * (keep + (1.0 - keep) / scaling.factor)
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:

@@ -17,12 +17,16 @@ from pagegen.runtime.block_manager import Allocation, BlockManager
 from pagegen.runtime.sequence import FinishReason, Sequence, SequenceStatus
 
 
+DEFAULT_MAX_NUM_SEQS = 64
+DEFAULT_MAX_NUM_BATCHED_TOKENS = 512
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     """`max_num_batched_tokens` bounds the tokens of one iteration, `max_num_seqs` the sequences that hold blocks."""
 
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 512
+    max_num_seqs: int = DEFAULT_MAX_NUM_SEQS
+    max_num_batched_tokens: int = DEFAULT_MAX_NUM_BATCHED_TOKENS
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

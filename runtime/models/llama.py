@@ -57,7 +57,7 @@ class LlamaForCausalLM:
         self.layers = [LlamaLayer(index, config, checkpoint) for index in range(config.num_layers)]
         self.norm = checkpoint.norm("model.norm", config.rms_norm_eps)
         self.lm_head = Linear(self.embed_tokens) if config.tie_word_embeddings else checkpoint.linear("lm_head")
-        self.rotary = RotaryEmbedding.create(config.head_dim, config.rope_theta, config.rope_scaling)
+        self.rotary = RotaryEmbedding(torch.tensor(config.inverse_frequencies(), dtype=torch.float32))
 
     def forward(self, batch: Batch, kv_cache: KVCache, kernels: PagedKernels) -> torch.Tensor:
         """See CausalLM."""

@@ -1,0 +1,117 @@
+"""Offline generation: a list of prompts in, a list of outputs in the same order."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from pagegen.errors import ConfigError, RequestError
+from pagegen.kernel import PagedKernels
+from pagegen.runtime.engine import Engine, EngineConfig, RequestOutput
+from pagegen.runtime.models import build_model
+from pagegen.runtime.sampling_params import SamplingParams
+from pagegen.runtime.scheduler import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS
+from pagegen.runtime.sequence import FinishReason
+from pagegen.runtime.tokenizer import Message
+from pagegen.runtime.weights.resolve import resolve_model
+from pagegen.spec import DType
+
+
+class LLM:
+    """A model with an engine of its own.
+
+    `model` is a MODEL word: a Hugging Face folder, a .gguf file, a short name or `dummy:NAME`. `kernels` is a kernel
+    package's folder, or any PagedKernels; None takes the user's cached package or builds the default config. Limits as in
+    EngineConfig. Raises ModelError, PackageError, BuildError or ConfigError for what cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        kernels: PagedKernels | str | Path | None = None,
+        dtype: str | DType = DType.BF16,
+        block_size: int = 16,
+        max_num_seqs: int = DEFAULT_MAX_NUM_SEQS,
+        max_num_batched_tokens: int = DEFAULT_MAX_NUM_BATCHED_TOKENS,
+        max_model_len: int | None = None,
+        num_blocks: int | None = None,
+        kv_cache_bytes: int | None = None,
+    ) -> None:
+        if dtype not in tuple(DType):
+            raise ConfigError(f"dtype={dtype!r} is not known; allowed: {', '.join(DType)}; change dtype")
+        config = EngineConfig(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len,
+            num_blocks=num_blocks,
+            kv_cache_bytes=kv_cache_bytes,
+            dtype=DType(dtype),
+        )
+        source = resolve_model(model)
+        if kernels is None or isinstance(kernels, str | Path):
+            from pagegen.runtime.launcher import find_kernels  # brings the compiler along
+
+            package = None if kernels is None else Path(kernels)
+            kernels, _ = find_kernels(source.config.kernel_spec(config.dtype, block_size), package)
+        self.tokenizer = source.tokenizer()
+        self.engine = Engine(build_model(source.config, source.weights(), config.dtype), kernels, self.tokenizer, config)
+        self._request_ids = map(str, itertools.count())
+
+    def generate(
+        self,
+        prompts: str | Sequence[str] | Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Completes prompts (texts or lists of token ids) as one continuous batch; one output each, in order.
+
+        A prompt that cannot be served has its error in its place, and the others are done. `params` is one for all or
+        one each. Raises RequestError if their number differs.
+        """
+        each = [prompts] if isinstance(prompts, str) else prompts
+        return self._run([partial(self._encode, prompt) for prompt in each], params)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers one conversation, or each of several, through the model's chat template; otherwise as `generate`."""
+        each: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        return self._run([partial(self.tokenizer.encode_chat, conversation) for conversation in each], params)
+
+    def _encode(self, prompt: object) -> list[int]:
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        if not isinstance(prompt, Sequence):
+            raise RequestError(f"prompt {prompt!r} is neither a text nor a list of token ids", "prompt")
+        return list(prompt)
+
+    def _run(
+        self, prompts: Sequence[Callable[[], list[int]]], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[RequestOutput]:
+        params = params or SamplingParams()
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(prompts):
+            raise RequestError(f"{len(prompts)} prompts and {len(each)} params; give one SamplingParams for all, or one each", "params")
+        request_ids = [next(self._request_ids) for _ in prompts]
+        outputs: dict[str, RequestOutput] = {}
+        try:
+            for request_id, prompt, options in zip(request_ids, prompts, each, strict=True):
+                token_ids: list[int] = []
+                try:
+                    token_ids = prompt()
+                    self.engine.add_request(request_id, token_ids, options)
+                except RequestError as error:
+                    outputs[request_id] = RequestOutput(
+                        request_id, tuple(token_ids), finish_reason=FinishReason.ERROR, error=str(error)
+                    )
+            while self.engine.has_work:
+                outputs |= {output.request_id: output for output in self.engine.step() if output.finish_reason}
+        finally:
+            for request_id in request_ids:  # an interrupt leaves nothing running
+                self.engine.abort(request_id)
+        return [outputs[request_id] for request_id in request_ids]

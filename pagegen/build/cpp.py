@@ -1,4 +1,5 @@
-"""C++ text to a loaded kernel: compile once per (text, flags, compiler), publish whole, verify before loading.
+"""C++ text to a loaded kernel (and C text to a program): compile once per (text, flags, compiler), publish whole, verify
+before loading.
 
 Check, lock, check again, build, rename: a killed build leaves nothing that a later one trusts, and the kernel releases
 its lock. Vendored into every kernel package, which rebuilds a missing binary with it.

@@ -34,7 +34,7 @@ from .suite import OUTPUTS, Case, Fault, Tensors, flat, materialise
 RUNS = 2  # of every case: on the workspace as it was left, and on a fresh one
 TIMEOUT = 60.0  # seconds for a whole suite; it takes well under one
 FAR_ELEMENTS = 1 << 32  # where the upper half of a far cache's blocks begins
-WROTE_OUTSIDE = 1000
+WROTE_OUTSIDE, OUT_OF_RESOURCES = 1000, 71  # as in the driver
 
 ARGS: dict[Op, type[ctypes.Structure]] = {Op.ATTEND: AttendArgs, Op.WRITE_KV: WriteKVArgs, Op.COPY_BLOCKS: CopyBlocksArgs}
 
@@ -167,13 +167,20 @@ def check_library(
         except subprocess.TimeoutExpired as error:
             failure = Failure(_reached(prepared, error.stdout), f"no answer within {timeout:g} s for the suite")
             return CheckReport.of(len(prepared.cases), [failure], Status.TIMEOUT)
-        said = done.stderr.decode(errors="replace").strip()
-        if done.returncode < 0:
-            message = f"killed by {signal.Signals(-done.returncode).name}" + (f" after saying: {said[-200:]}" if said else "")
-            return CheckReport.of(len(prepared.cases), [Failure(_reached(prepared, done.stdout), message)], Status.RUN_ERROR)
-        if done.returncode:
-            raise CheckError(f"the check driver stopped with status {done.returncode} ({said[-200:]}) on {library.name}")
-        return CheckReport.of(len(prepared.cases), _judge(prepared, results.read_bytes()))
+        said = " ".join(done.stderr.decode(errors="replace").split())[-200:]
+        if done.returncode == OUT_OF_RESOURCES:
+            raise CheckError(f"the check driver lacks memory or disk ({said}); free some, or point TMPDIR to a larger disk")
+        if done.returncode == 0 and done.stdout.endswith(b"done\n"):
+            return CheckReport.of(len(prepared.cases), _judge(prepared, results.read_bytes()))
+        message = _ending(done.returncode) + (f" after saying: {said}" if said else "")
+        return CheckReport.of(len(prepared.cases), [Failure(_reached(prepared, done.stdout), message)], Status.RUN_ERROR)
+
+
+def _ending(code: int) -> str:
+    if code < 0:
+        known = -code in set(signal.Signals)
+        return f"killed by {signal.Signals(-code).name if known else f'signal {-code}'}"
+    return f"ended the process with status {code}"
 
 
 def _environment() -> dict[str, str]:
@@ -207,7 +214,7 @@ def _judge(prepared: PreparedCases, results: bytes) -> Iterator[Failure]:
 
 def _read(buffer: _Buffer, results: bytes, at: int) -> torch.Tensor:
     """An output in the geometry of `materialise`."""
-    room = torch.empty_like(flat(buffer.tensor))
+    room = flat(buffer.tensor).clone()
     made = room.as_strided(buffer.tensor.shape, buffer.tensor.stride())
     targets = [room] if buffer.stride is None else [flat(block) for block in made]
     for target in targets:

@@ -179,7 +179,7 @@ def _attend_cases(spec: KernelSpec, seed: int) -> list[Case]:
         case("decode strided", query_lens=(1,) * 3, context_lens=(b + 3, 70, 5), strided=True, padding=3, poison=Poison.INF),
         case("decode far", query_lens=(1,) * 3, context_lens=(3 * b, 2 * b + 1, b), far=True),
         case("huge poison", query_lens=(1, 2), context_lens=(b + 1, 5), poison=Poison.HUGE),
-        case("large scores", query_lens=(1, 3), context_lens=(130, 67), gain=60.0),
+        case("large scores", query_lens=(1, 3, 1, 2), context_lens=(130, 67, 1, 2), gain=60.0),
         case("stated scale", query_lens=(1, 2), context_lens=(9, 21), scale=0.37),
         case("prefill whole", query_lens=(2, 17, b + 1, 67), context_lens=(2, 17, b + 1, 67)),
         case("prefill chunks", query_lens=(2, 5, 33, 70), context_lens=(5, 5 + b, 130, 300)),

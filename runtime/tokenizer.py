@@ -45,8 +45,6 @@ class Tokenizer:
         chat_template: str | None = None,
         template_tokens: Mapping[str, str] | None = None,
     ) -> None:
-        backend.no_padding()
-        backend.no_truncation()
         backend.encode_special_tokens = True  # a control token's text is text
         self._backend = backend
         self._added = backend.get_added_tokens_decoder()

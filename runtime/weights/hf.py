@@ -155,7 +155,7 @@ class HFModel:
         if not isinstance(weight_map, dict) or not weight_map:
             raise ModelError(f"{index}: weight_map is not a mapping of tensors to files; {REMEDY}")
         for tensor, name in weight_map.items():
-            if not isinstance(name, str) or Path(name).name != name:
+            if not isinstance(name, str) or not name or Path(name).name != name:
                 raise ModelError(f"{index}: tensor {tensor} is said to be in {name!r}, which is not a plain file name")
             path = self.folder / name
             if not path.is_file():
@@ -190,8 +190,8 @@ def read_header(path: Path) -> dict[str, tuple[int, ...]]:
         raise ModelError(f"{path} has a damaged header: {error!r}; {REMEDY}") from error
     for name, row in rows.items():
         dtype, shape = row[0], row[1]
-        if dtype not in ITEM_SIZES:
-            raise ModelError(f"{path}: tensor {name} has dtype {dtype}; allowed: {', '.join(ITEM_SIZES)}")
+        if not isinstance(dtype, str) or dtype not in ITEM_SIZES:
+            raise ModelError(f"{path}: tensor {name} has dtype {dtype!r}; allowed: {', '.join(ITEM_SIZES)}")
         if not all(isinstance(n, int) and n >= 0 for n in (*shape, *row[2:])) or len(row) != 4:
             raise ModelError(f"{path} has a damaged header: tensor {name} has no proper shape or place; {REMEDY}")
         begin, end = row[2], row[3]
@@ -229,9 +229,11 @@ def _read_text(path: Path) -> str:
 def _read_tokenizer(path: Path) -> tokenizers.Tokenizer | None:
     if not path.exists():
         return None
+    text = _read_text(path)
     try:
-        return tokenizers.Tokenizer.from_str(_read_text(path))
-    except ModelError:
-        raise
+        backend = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # tokenizers raises nothing more specific
         raise ModelError(f"{path} is not a readable tokenizer: {error}; {REMEDY}") from error
+    backend.no_padding()
+    backend.no_truncation()
+    return backend

@@ -79,12 +79,12 @@ def resolve_model(name: str) -> ModelSource:
         return GGUFModel(package.find(), name, f"reinstall it with `{package.reinstall}`")
     path = Path(name).expanduser()
     try:
-        if path.is_dir():
+        if name and path.is_dir():
             return HFModel(path)
         if path.is_file():
             return GGUFModel(path)
     except (OSError, ValueError) as error:  # a name with NUL, or longer than the system's limit
-        raise ModelError(f"model {name[:80]!r} cannot be read: {error}") from error
+        raise ModelError(f"model {name[:80]!r} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     raise ModelError(
         f"model {name[:200]!r} is not there; allowed: a Hugging Face folder, a .gguf file, "
         f"{', '.join(SHORT_NAMES)}, or dummy:NAME"

@@ -232,7 +232,7 @@ def _refuse_features(values: Mapping[str, Any]) -> None:
 
 
 def _rope(values: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
-    """transformers 5 writes `rope_parameters`, 4 writes `rope_theta` and `rope_scaling`, older ones `type` for `rope_type`."""
+    """transformers 5 writes `rope_parameters`; 4 `rope_theta` and `rope_scaling`; older ones `type` for `rope_type`."""
     block = values.get("rope_parameters") or values.get("rope_scaling") or {}
     if not isinstance(block, Mapping):
         raise ModelError(f"rope scaling {block!r} is not a mapping")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ def value(tag: str, item: Any) -> bytes:
     return struct.pack(f"<I{letter}", code, item)
 
 
-def gguf_bytes(metadata: dict[str, Tagged], tensors: dict[str, StoredTensor], *, version: int = 3) -> bytes:
+def gguf_bytes(metadata: Mapping[str, Tagged], tensors: Mapping[str, StoredTensor], *, version: int = 3) -> bytes:
     """A whole file with the default alignment of 32."""
     head = b"GGUF" + struct.pack("<IQQ", version, len(tensors), len(metadata))
     head += b"".join(string(key) + value(*tagged) for key, tagged in metadata.items())
@@ -181,7 +182,7 @@ def write_shards(folder: Path) -> Path:
     write_hf(folder)
     weights = hf_weights()
     (folder / "model.safetensors").unlink()
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for shard in range(3):
         name = f"model-0000{shard + 1}-of-00003.safetensors"
         part = {key: weights[key] for index, key in enumerate(sorted(weights)) if index % 3 == shard}

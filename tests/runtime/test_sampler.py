@@ -101,7 +101,8 @@ def test_filters_agree_with_a_plain_sort(seed: int, top_k: int, top_p: float, vo
     logits = (logits / grain).round() * grain if grain else logits  # a grain makes ties
     probabilities = logits.double().softmax(-1).tolist()
     order = sorted(range(vocab), key=lambda token: (-probabilities[token], token))[: top_k or vocab]
-    total, before, kept = sum(probabilities[token] for token in order), 0.0, set()
+    total, before = sum(probabilities[token] for token in order), 0.0
+    kept: set[int] = set()
     for token in order:
         if kept and top_p < 1 and before >= (top_p - 1e-9) * total:
             break
@@ -159,7 +160,7 @@ def test_an_unseeded_request_gets_a_seed_of_its_own_and_negative_seeds_work() ->
 def test_uniform_numbers_are_fixed_for_ever() -> None:
     assert uniform(0, 0) == uniform(0, 0) != uniform(0, 1) != uniform(1, 0)
     numbers = [uniform(5, position) for position in range(4000)]
-    assert 0 <= min(numbers) and max(numbers) < 1
+    assert min(numbers) >= 0 and max(numbers) < 1
     assert sum(numbers) / 4000 == pytest.approx(0.5, abs=0.02)
 
 

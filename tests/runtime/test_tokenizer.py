@@ -50,7 +50,8 @@ def sentencepiece(template: str | None = None) -> Tokenizer:
 
 
 def piece(tokenizer: Tokenizer, *tokens: str) -> list[int]:
-    return [tokenizer._backend.token_to_id(token) for token in tokens]
+    ids = [tokenizer._backend.token_to_id(token) for token in tokens]
+    return [token for token in ids if token is not None]
 
 
 def chunks(tokenizer: Tokenizer, prompt: Sequence[int], out: Sequence[int], *, skip_special: bool = True) -> list[str]:

@@ -42,7 +42,7 @@ def _smaller(case: Case) -> Iterator[Case]:
     for index, (query, context) in enumerate(pairs):
         cuts = [(query, context // 2), (query // 2, context), (query, context - 1), (query - 1, context)]
         for cut in dict.fromkeys(cuts):
-            if min(cut) >= 0 and cut[0] >= min(query, 1):
+            if cut != (query, context) and min(cut) >= 0 and cut[0] >= min(query, 1):
                 yield _of(case, [*pairs[:index], cut, *pairs[index + 1 :]])
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from pagegen.build.cpp import run_compiler
 from pagegen.paths import TEMPLATES
@@ -37,8 +38,17 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     monkeypatch.setenv("PAGEGEN_CACHE", str(tmp_path_factory.mktemp("cache")))
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small tensors: torch's own threads only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def with_abi(body: str) -> str:
     """A kernel's text from what follows the headers."""
-    headers = "#include <cstdlib>\n#include <cstring>\n#include <unistd.h>\n"
+    headers = "#include <csignal>\n#include <cstdio>\n#include <cstdlib>\n#include <cstring>\n#include <unistd.h>\n"
     version = "PG_EXPORT int32_t pagegen_abi_version(void) { return PAGEGEN_ABI_VERSION; }\n"
     return headers + (TEMPLATES / "cpp/abi.h").read_text() + version + body

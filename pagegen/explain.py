@@ -68,19 +68,29 @@ def _pairs(values: Mapping[str, Any]) -> str:
 
 def _tree(values: Mapping[str, Any]) -> Iterator[str]:
     for name, value in values.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and any(isinstance(item, Mapping) for item in value.values()):
             yield f"{name}:"
             yield from (f"  {line}" for line in _tree(value))
-        elif isinstance(value, Sequence) and not isinstance(value, str) and any(isinstance(item, Mapping) for item in value):
+        elif isinstance(value, Mapping):
+            yield f"{name}: {_pairs(value)}"
+        elif isinstance(value, Sequence) and value and all(isinstance(item, Mapping) for item in value):
             yield f"{name}:"
-            yield from (f"  {_pairs(item)}" for item in value)
+            yield from (f"  {line}" for line in _table(value))
         else:
             yield f"{name}: {_value(value)}"
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Aligned columns; what is itself a mapping (a config, say, which stands with its kernel) has none."""
+    names = [name for name, value in rows[0].items() if not isinstance(value, Mapping)]
+    cells = [names, *([_value(row.get(name, "")) for name in names] for row in rows)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(names))]
+    yield from ("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells)
 
 
 def _value(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return ", ".join(map(_value, value))
+        return f"[{', '.join(map(_value, value))}]"
     return str(value)

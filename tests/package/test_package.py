@@ -340,7 +340,7 @@ def test_a_source_that_its_spec_and_config_do_not_render_to_is_found_whatever_it
 def test_show_tells_spec_configs_dispatch_and_evidence(original: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = run(capsys, "show", str(original))
     assert status == 0
-    for words in (SPEC.slug, "6 query heads on 2 KV heads", "tile_kv=16", "decode, up to 64 tokens of context: attend_1", "ratio 0.5123"):
+    for words in (SPEC.slug, "6 query heads on 2 KV heads", "tile_kv=16", "decode, up to 64 tokens of context: attend_1", "0.5123"):
         assert words in out
     assert "prefill, 2 sequences or more: attend_2" in out and "everything else: attend_0" in out
     assert json.loads(run(capsys, "show", str(original), "--json")[1]) == read_manifest(original)

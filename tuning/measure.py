@@ -18,7 +18,7 @@ from ..records import Timing
 
 CONFIDENCE = 0.95
 RESAMPLES = 1000
-SAMPLE_SECONDS = 200e-6  # a sample repeats its call until it is about this long: well above the clock's own cost
+SAMPLE_SECONDS = 50e-6  # a sample repeats its call until it is about this long: well above the clock's own cost
 MAX_CALLS = 64  # calls of one sample
 
 Call = Callable[[], None]
@@ -60,7 +60,7 @@ def measure(
     *,
     seconds: float = 0.2,
     min_rounds: int = 5,
-    max_rounds: int = 100,
+    max_rounds: int = 200,
     synchronize: Call | None = None,
     clock: Callable[[], float] = time.perf_counter,
     seed: int = 0,

@@ -265,7 +265,7 @@ def search(
     done = {name: study.resumed for name, study in studies.items()}
     open_names = list(studies)
     while open_names and (budget is None or time.monotonic() - begin < budget):
-        name = min(open_names, key=lambda name: done[name] - studies[name].total)
+        name = min(open_names, key=done.__getitem__)
         claim = studies[name].claim()
         if claim is None:
             open_names.remove(name)

@@ -4,16 +4,16 @@ import pytest
 import torch
 
 from pagegen.reference import ReferenceKernels
-from pagegen.spec import KernelSpec, KVLayout
+from pagegen.spec import DType, KernelSpec, KVLayout
 from pagegen.tuning.baselines import FORMS, SdpaBaselines
 from pagegen.tuning.workload import Inputs, Point, Pool
 
 SPECS = {
-    "group 3": KernelSpec(q_heads=6, kv_heads=2, head_dim=16, dtype="fp32", block_size=5),
-    "no group, V narrower": KernelSpec(q_heads=2, kv_heads=2, head_dim=16, head_dim_v=8, dtype="fp32", block_size=4),
-    "dim-major K": KernelSpec(q_heads=4, kv_heads=2, head_dim=16, dtype="fp32", layout=KVLayout.parse("HDN4")),
-    "HND, own scale": KernelSpec(q_heads=4, kv_heads=1, head_dim=8, dtype="fp32", layout=KVLayout.parse("HND"), scale=0.5),
-    "not causal": KernelSpec(q_heads=2, kv_heads=1, head_dim=8, dtype="fp32", causal=False),
+    "group 3": KernelSpec(q_heads=6, kv_heads=2, head_dim=16, dtype=DType.FP32, block_size=5),
+    "no group, V narrower": KernelSpec(q_heads=2, kv_heads=2, head_dim=16, head_dim_v=8, dtype=DType.FP32, block_size=4),
+    "dim-major K": KernelSpec(q_heads=4, kv_heads=2, head_dim=16, dtype=DType.FP32, layout=KVLayout.parse("HDN4")),
+    "HND, own scale": KernelSpec(q_heads=4, kv_heads=1, head_dim=8, dtype=DType.FP32, layout=KVLayout.parse("HND"), scale=0.5),
+    "not causal": KernelSpec(q_heads=2, kv_heads=1, head_dim=8, dtype=DType.FP32, causal=False),
 }
 POINTS = ("1x1@1", "3x1@17", "1x7@7", "2x3@11", "2x1@9+1x5@13+1x4@4")
 

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagegen.errors import ConfigError
-from pagegen.spec import KernelSpec, Phase
+from pagegen.spec import DType, KernelSpec, Phase
 from pagegen.tuning.workload import Inputs, Point, Pool, Workload, cold_bytes
 
-SPEC = KernelSpec(q_heads=6, kv_heads=2, head_dim=16, dtype="fp32", block_size=5)
+SPEC = KernelSpec(q_heads=6, kv_heads=2, head_dim=16, dtype=DType.FP32, block_size=5)
 SEQUENCES = st.tuples(st.integers(1, 9), st.integers(0, 40)).map(lambda p: (p[0], p[0] + p[1]))
 
 

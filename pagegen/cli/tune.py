@@ -1,0 +1,105 @@
+"""`pagegen tune`: search, gate, measure, and a kernel package at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pagegen.cli._common import (
+    JsonOption,
+    ModelOption,
+    SpecArgument,
+    TargetOption,
+    note,
+    print_json,
+    print_table,
+    progress,
+    spec_from,
+    spec_options,
+)
+
+if TYPE_CHECKING:
+    from pagegen.tuning.job import TuneResult
+    from pagegen.tuning.search import Progress
+
+EXAMPLE = "pagegen tune --model smollm2-135m --trials 40"
+
+
+@spec_options
+def command(
+    overrides: dict[str, Any],
+    spec: SpecArgument = None,
+    model: ModelOption = None,
+    target: TargetOption = "auto",
+    trials: Annotated[int, typer.Option("--trials", metavar="N", help="Configs to evaluate in all, earlier runs included.")] = 40,
+    budget: Annotated[
+        float | None, typer.Option("--budget", metavar="SECONDS", help="Begin no trial after this time.", show_default=False)
+    ] = None,
+    storage: Annotated[
+        str | None,
+        typer.Option("--storage", metavar="URL", help="A journal file or a database URL; default: journal.log among the results."),
+    ] = None,
+    study: Annotated[str | None, typer.Option("--study", metavar="NAME", help="Name of the study; default: the spec's slug.")] = None,
+    out: Annotated[
+        Path, typer.Option("--out", metavar="DIR", help="Results go to DIR/<target>/<spec>; default: results.", show_default=False)
+    ] = Path("results"),
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Seed of the search.")] = 0,
+    json: JsonOption = False,
+) -> None:
+    """Find the fastest correct config for this machine and package it.
+
+    Every candidate passes the correctness gate before it is timed. A run that was interrupted or killed is continued by
+    the same command. Without a phase in SPEC, decode, prefill and mixed batches are tuned apart.
+    """
+    from pagegen.tuning.job import tune
+
+    found, phase = spec_from(spec, model, overrides)
+    best: dict[str, float] = {}
+    with progress(f"tuning {found.slug}", trials) as advance:
+
+        def watch(state: Progress) -> None:
+            if state.best and state.best.score:
+                best[state.bucket] = 1 / state.best.score
+            remark = ", ".join(f"{bucket} {speedup:.2f}x" for bucket, speedup in best.items())
+            advance(state.done, f"best so far: {remark}" if remark else "")
+
+        result = tune(
+            found,
+            target=target,
+            phase=phase,
+            trials=trials,
+            budget=budget,
+            storage=storage,
+            study=study,
+            out=out,
+            seed=seed,
+            watch=watch,
+        )
+    if json:
+        print_json(result.document)
+    else:
+        show(result)
+
+
+def show(result: TuneResult) -> None:
+    """The outcome for people."""
+    from pagegen.tuning.contest import table
+
+    print_table("winners", ("bucket", "kernel", "speed-up [95 %]", "config"), [_winner_row(row) for row in result.document["winner"]])
+    print_table("time of default and torch over the winner's", *table(result.rows))
+    trials, counts = result.document["trials"], result.document["counts"]
+    note(f"trials: {', '.join(f'{count} {name}' for name, count in trials.items())}; " + _statuses(counts))
+    note(f"package: {result.package} (installed: generate, chat and serve find it)\nreport:  {result.report}")
+
+
+def _winner_row(winner: dict[str, Any]) -> Sequence[str]:
+    low, high = winner["speedup_interval"]
+    gain = f"{winner['speedup']:.2f} [{low:.2f}, {high:.2f}]" if winner["confirmed"] else "default stays"
+    return winner["phase"], winner["kernel"], gain, " ".join(f"{name}={value}" for name, value in winner["config"].items())
+
+
+def _statuses(counts: dict[str, int]) -> str:
+    return ", ".join(f"{count} {status}" for status, count in counts.items() if count)

@@ -1,0 +1,269 @@
+"""The search evaluates each config once, counts every trial, survives kills, and never believes a broken score."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pagegen.errors import ConfigError
+from pagegen.records import Evaluation, Status
+from pagegen.space import Config, ConfigSpace, Constraint, Knob
+from pagegen.tuning.search import BucketStudy, Progress, search, share_trials
+from pagegen.tuning.storage import Storage, open_storage
+
+from .fake_tune import SPACE, score
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> Storage:
+    return open_storage(None, tmp_path)
+
+
+def run(storage: Storage, total: int, evaluate: Callable[[Config], Evaluation] = score, space: ConfigSpace = SPACE) -> BucketStudy:
+    """Opens the study, searches until its total, and closes it."""
+    study = BucketStudy(storage, "s", space, {}, total=total)
+    try:
+        search({"only": study}, {"only": evaluate})
+    finally:
+        study.close()
+    return study
+
+
+def noting(seen: list[Config]) -> Callable[[Config], Evaluation]:
+    """`score`, which also appends what it is asked to `seen`."""
+
+    def evaluate(config: Config) -> Evaluation:
+        seen.append(config)
+        return score(config)
+
+    return evaluate
+
+
+def counts(study: BucketStudy) -> Counter[str]:
+    return Counter(found.status.value for _, found in study.evaluations)
+
+
+def start_tuner(journal: Path, total: int, seconds: float) -> subprocess.Popen[str]:
+    words = [sys.executable, "-m", "tests.tuning.fake_tune", str(journal), str(total), str(seconds)]
+    return subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+
+
+def test_the_default_is_evaluated_first_and_every_config_once(storage: Storage) -> None:
+    seen: list[Config] = []
+    study = run(storage, 25, noting(seen))
+    assert seen[0] == SPACE.default
+    assert len(seen) == len(set(seen)) == 25 == len(study.evaluations)
+
+
+def test_the_search_finds_the_bottom_of_a_bowl(storage: Storage) -> None:
+    best = run(storage, 30).ranked()[0]
+    assert best.score is not None and best.score <= 1.25
+
+
+def test_a_total_counts_over_resumes(storage: Storage) -> None:
+    assert run(storage, 7).resumed == 0
+    again = run(storage, 10)
+    assert (again.resumed, len(again.evaluations)) == (7, 10)
+    third = run(storage, 10)
+    assert (third.resumed, len(third.evaluations)) == (10, 10)
+
+
+def test_a_resumed_search_is_not_a_repetition_of_the_first(storage: Storage) -> None:
+    seen: list[Config] = []
+    run(storage, 6, noting(seen))
+    run(storage, 12, noting(seen))
+    assert len(set(seen)) == 12
+
+
+def test_an_exhausted_space_ends_the_search(storage: Storage) -> None:
+    small = ConfigSpace((Knob("a", (1, 2), 1), Knob("b", (True, False), True)))
+    study = run(storage, 50, lambda config: Evaluation(Status.PASSED, config.to_dict(), score=1.0), small)
+    assert len(study.evaluations) == 4
+
+
+def test_a_space_without_knobs_has_its_default_evaluated(storage: Storage) -> None:
+    study = run(storage, 5, lambda config: Evaluation(Status.PASSED, {}, score=1.0), ConfigSpace(()))
+    assert len(study.evaluations) == 1
+
+
+def test_failing_configs_are_tried_once_and_the_valid_one_wins(storage: Storage) -> None:
+    space = ConfigSpace((Knob("a", (1, 2, 3, 4), 1),))
+    asked: Counter[int] = Counter()
+
+    def evaluate(config: Config) -> Evaluation:
+        a = int(config.to_dict()["a"])
+        asked[a] += 1
+        if a == 3:
+            return Evaluation(Status.PASSED, config.to_dict(), score=2.0)
+        return Evaluation((Status.BUILD_ERROR, Status.RUN_ERROR, Status.TIMEOUT)[a % 3], config.to_dict(), "no")
+
+    study = run(storage, 50, evaluate, space)
+    assert set(asked.values()) == {1} and len(asked) == 4
+    assert [found.config["a"] for found in study.ranked()] == [3]
+    assert counts(study) == {"PASSED": 1, "RUN_ERROR": 2, "TIMEOUT": 1}
+
+
+def test_all_failing_leaves_no_best(storage: Storage) -> None:
+    study = run(storage, 9, lambda config: Evaluation(Status.INCORRECT, config.to_dict(), "wrong"))
+    assert not study.ranked() and counts(study) == {"INCORRECT": 9}
+
+
+@pytest.mark.parametrize("broken", [float("inf"), float("-inf"), float("nan"), 0.0, -1.0])
+def test_a_score_that_is_no_time_is_a_failure_and_never_best(storage: Storage, broken: float) -> None:
+    def evaluate(config: Config) -> Evaluation:
+        value = broken if config.to_dict()["order"] == "columns" else 3.0
+        return Evaluation(Status.PASSED, config.to_dict(), score=value)
+
+    study = run(storage, 12, evaluate)
+    assert {found.config["order"] for found in study.ranked()} == {"rows"}
+    failed = [found for _, found in study.evaluations if found.config["order"] == "columns"]
+    assert failed and all(found.status is Status.RUN_ERROR and "finite" in found.reason for found in failed)
+    json.dumps([found.to_dict() for _, found in study.evaluations], allow_nan=False)
+
+
+def test_ties_are_broken_by_a_fixed_order(tmp_path: Path) -> None:
+    orders = []
+    space = ConfigSpace((Knob("a", (1, 2, 3, 4), 1), Knob("b", ("x", "y"), "x")))
+    for seed in (1, 2):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        study = BucketStudy(open_storage(None, folder), "s", space, {}, total=8, seed=seed)
+        search({"only": study}, {"only": lambda config: Evaluation(Status.PASSED, config.to_dict(), score=1.0)})
+        orders.append([dict(found.config) for found in study.ranked()])
+        study.close()
+    assert orders[0] == orders[1] and len(orders[0]) == 8
+
+
+def test_configs_that_break_a_constraint_are_never_evaluated_nor_counted(storage: Storage) -> None:
+    odd = Constraint(lambda v: int(v["a"]) % 2 == 0, "a must be even")
+    space = ConfigSpace((Knob("a", tuple(range(12)), 0),), (odd,))
+    study = run(storage, 50, lambda config: Evaluation(Status.PASSED, config.to_dict(), score=1.0 + int(config.to_dict()["a"])), space)
+    assert sorted(found.config["a"] for _, found in study.evaluations) == [0, 2, 4, 6, 8, 10]
+
+
+CHANGED = {
+    "a value more": ConfigSpace((Knob("a", (16, 32, 64), 16), Knob("b", (1, 2), 1))),
+    "a value less": ConfigSpace((Knob("a", (16,), 16), Knob("b", (1, 2), 1))),
+    "a knob less": ConfigSpace((Knob("a", (16, 32), 16),)),
+    "a rule more": ConfigSpace((Knob("a", (16, 32), 16), Knob("b", (1, 2), 1)), (Constraint(lambda v: True, "a rule"),)),
+}
+
+
+@pytest.mark.parametrize("space", CHANGED.values(), ids=CHANGED)
+def test_a_changed_space_opens_a_new_study_and_its_best_lies_inside(storage: Storage, space: ConfigSpace) -> None:
+    def evaluate(config: Config) -> Evaluation:
+        return Evaluation(Status.PASSED, config.to_dict(), score=1 / int(config.to_dict()["a"]))
+
+    old = run(storage, 9, evaluate, ConfigSpace((Knob("a", (16, 32), 16), Knob("b", (1, 2), 1))))
+    new = run(storage, 9, evaluate, space)
+    assert new.name != old.name and new.resumed == 0
+    assert space.config(new.ranked()[0].config) in set(space)
+
+
+def test_the_same_space_in_another_order_is_the_same_study(storage: Storage) -> None:
+    knobs = Knob("a", (16, 32), 16), Knob("b", ("x", "y"), "x")
+    one = run(storage, 3, lambda c: Evaluation(Status.PASSED, c.to_dict(), score=1.0), ConfigSpace(knobs))
+    turned = Knob("b", ("y", "x"), "x"), Knob("a", (32, 16), 16)
+    two = run(storage, 4, lambda c: Evaluation(Status.PASSED, c.to_dict(), score=1.0), ConfigSpace(turned))
+    assert two.name == one.name and two.resumed == 3 and len(two.evaluations) == 4
+
+
+def test_another_identity_opens_a_new_study(storage: Storage) -> None:
+    names = {BucketStudy(storage, "s", SPACE, {"compiler": version}).name for version in ("12", "13", "12")}
+    assert len(names) == 2
+
+
+def test_ctrl_c_gives_the_claim_back_and_the_config_is_tried_again(storage: Storage) -> None:
+    calls = 0
+
+    def interrupted(config: Config) -> Evaluation:
+        nonlocal calls
+        calls += 1
+        if calls == 4:
+            raise KeyboardInterrupt(config)
+        return score(config)
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        run(storage, 9, interrupted)
+    study = run(storage, 9)
+    assert (study.resumed, study.lost, len(study.evaluations)) == (3, 0, 9)
+    assert caught.value.args[0].to_dict() in [dict(found.config) for _, found in study.evaluations]
+
+
+def test_buckets_share_trials_and_take_turns(storage: Storage) -> None:
+    shares = share_trials(11, ["decode", "prefill", "mixed"])
+    assert shares == {"decode": 4, "prefill": 4, "mixed": 3}
+    with pytest.raises(ConfigError, match="--trials 2"):
+        share_trials(2, ["decode", "prefill", "mixed"])
+    studies = {name: BucketStudy(storage, name, SPACE, {}, total=total) for name, total in shares.items()}
+    states: list[Progress] = []
+    made = search(studies, dict.fromkeys(studies, score), watch=states.append)
+    assert made == 11 == len(states) and [state.done for state in states] == list(range(1, 12))
+    assert Counter(state.bucket for state in states) == shares
+    assert {state.bucket for state in states[:3]} == set(shares)
+    for study in studies.values():
+        study.close()
+
+
+def test_no_trial_begins_after_the_budget(storage: Storage) -> None:
+    study = BucketStudy(storage, "s", SPACE, {}, total=9)
+    assert search({"only": study}, {"only": score}, budget=0.0) == 0
+    study.close()
+
+
+def test_a_killed_tuner_is_continued_and_loses_only_the_trial_in_flight(tmp_path: Path) -> None:
+    tuner = start_tuner(tmp_path / "journal.log", 10, 0.05)
+    assert tuner.stdout
+    lines = [tuner.stdout.readline() for _ in range(9)]  # four evaluations ended, the fifth has begun
+    os.kill(tuner.pid, signal.SIGKILL)
+    tuner.wait()
+    lines += tuner.stdout.readlines()
+    tuner.stdout.close()
+    in_flight = lines[-1].removeprefix("begin ").strip()
+    again = BucketStudy(open_storage(None, tmp_path), "fake", SPACE, {}, total=10)
+    assert again.lost == 1 and again.resumed == sum(line.startswith("end") for line in lines)
+    seen: list[Config] = []
+    search({"only": again}, {"only": noting(seen)})
+    again.close()
+    assert seen[0].slug == in_flight
+    assert len(again.evaluations) == 10 == again.resumed + len(seen)
+    third = BucketStudy(open_storage(None, tmp_path), "fake", SPACE, {}, total=10)
+    assert (third.resumed, third.lost) == (10, 0)
+    third.close()
+
+
+def test_a_config_that_kills_its_tuner_twice_is_a_failure_and_not_tried_again(tmp_path: Path) -> None:
+    for _ in range(2):  # the default is first in the queue both times
+        tuner = start_tuner(tmp_path / "journal.log", 5, 60)
+        assert tuner.stdout and "begin" in tuner.stdout.readline()
+        os.kill(tuner.pid, signal.SIGKILL)
+        tuner.wait()
+        tuner.stdout.close()
+    study = BucketStudy(open_storage(None, tmp_path), "fake", SPACE, {}, total=5)
+    seen: list[Config] = []
+    search({"only": study}, {"only": noting(seen)})
+    study.close()
+    deadly = [found for _, found in study.evaluations if "died 2 times" in found.reason]
+    assert [found.config for found in deadly] == [SPACE.default.to_dict()] and deadly[0].status is Status.RUN_ERROR
+    assert SPACE.default not in seen and len(seen) == 4 and len(study.evaluations) == 5
+
+
+def test_two_processes_on_one_journal_make_the_total_together(tmp_path: Path) -> None:
+    tuners = [start_tuner(tmp_path / "journal.log", 20, 0.02) for _ in range(2)]
+    lines = [line for tuner in tuners for line in tuner.communicate(timeout=120)[0].splitlines()]
+    assert [tuner.returncode for tuner in tuners] == [0, 0]
+    begun = [line for line in lines if line.startswith("begin")]
+    assert len(begun) == len(set(begun)) == 20
+    study = BucketStudy(open_storage(None, tmp_path), "fake", SPACE, {}, total=20)
+    numbers = [number for number, _ in study.evaluations]
+    assert len(numbers) == len(set(numbers)) == 20 and study.lost == 0
+    assert study.ranked()[0].score == min(found.score for _, found in study.evaluations if found.score is not None)
+    study.close()

@@ -1,0 +1,97 @@
+"""The storage survives kills: locks die with their holders, half-written lines are cut, damage is named."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import optuna
+import pytest
+
+from pagegen.errors import ConfigError
+from pagegen.records import Evaluation, Status
+from pagegen.tuning.storage import KernelLock, Owner, export_jsonl, is_alive, open_storage
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from pagegen.tuning.storage import KernelLock, Owner
+lock, owner = KernelLock(Path(sys.argv[1])), Owner(Path(sys.argv[1]).parent)
+lock.acquire()
+print(owner.token, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_killed_holder_blocks_nobody(tmp_path: Path) -> None:
+    journal = tmp_path / "journal.log"
+    journal.touch()
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(journal)], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout
+    token = holder.stdout.readline().strip()
+    assert is_alive(tmp_path, token)
+    os.kill(holder.pid, signal.SIGKILL)
+    holder.wait()
+    holder.stdout.close()
+    begin = time.monotonic()
+    lock = KernelLock(journal)
+    assert lock.acquire()
+    lock.release()
+    assert time.monotonic() - begin < 10  # Optuna's own locks wait for 30 s
+    assert not is_alive(tmp_path, token)
+    assert not list(tmp_path.glob(".owner-*"))
+
+
+@pytest.mark.parametrize("torn", [b"{", b'{"op_code":4,"worker_id":"x","study_id":0', b"\x00\xff"])
+def test_a_line_that_was_torn_by_a_kill_is_cut_and_nothing_else(tmp_path: Path, torn: bytes) -> None:
+    first = optuna.create_study(storage=open_storage(None, tmp_path).backend, study_name="s")
+    first.add_trial(optuna.trial.create_trial(value=1.0))
+    with (tmp_path / "journal.log").open("ab") as file:
+        file.write(torn)
+    second = optuna.load_study(storage=open_storage(None, tmp_path).backend, study_name="s")
+    second.add_trial(optuna.trial.create_trial(value=2.0))
+    third = optuna.load_study(storage=open_storage(None, tmp_path).backend, study_name="s")
+    assert [trial.value for trial in third.trials] == [1.0, 2.0]
+    assert [trial.value for trial in first.trials] == [1.0, 2.0]  # who had it open all along reads on
+
+
+def test_damage_in_the_middle_is_refused_with_a_remedy(tmp_path: Path) -> None:
+    study = optuna.create_study(storage=open_storage(None, tmp_path).backend, study_name="s")
+    study.add_trial(optuna.trial.create_trial(value=1.0))
+    journal = tmp_path / "journal.log"
+    lines = journal.read_bytes().splitlines(keepends=True)
+    journal.write_bytes(b"garbage\n" + b"".join(lines))
+    with pytest.raises(ConfigError, match=r"damaged.*--storage"):
+        open_storage(None, tmp_path)
+
+
+@pytest.mark.parametrize("url", ["missing/folder/journal.log", "nosuch://host/x", "sqlite:////proc/nowhere/x.db", "://"])
+def test_a_storage_that_cannot_be_opened_is_refused_in_one_line(tmp_path: Path, url: str) -> None:
+    with pytest.raises(ConfigError, match="--storage") as caught:
+        open_storage(url if "://" in url else str(tmp_path / url), tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_sqlite_is_a_storage_too(tmp_path: Path) -> None:
+    storage = open_storage(f"sqlite:///{tmp_path}/trials.db", tmp_path / "elsewhere")
+    study = optuna.create_study(storage=storage.backend)
+    study.add_trial(optuna.trial.create_trial(value=1.0))
+    assert study.best_value == 1.0 and storage.folder == tmp_path
+
+
+def test_a_closed_owner_leaves_no_file(tmp_path: Path) -> None:
+    owner = Owner(tmp_path)
+    assert is_alive(tmp_path, owner.token)
+    owner.close()
+    assert not is_alive(tmp_path, owner.token) and not list(tmp_path.iterdir())
+
+
+def test_the_export_holds_one_evaluation_a_line(tmp_path: Path) -> None:
+    rows = [("s", n, Evaluation(Status.PASSED, {"tile": n}, score=1.0 + n)) for n in range(3)]
+    export_jsonl(tmp_path / "trials.jsonl", rows)
+    read = [json.loads(line) for line in (tmp_path / "trials.jsonl").read_text().splitlines()]
+    assert [row.pop("trial") for row in read] == [0, 1, 2] and {row.pop("study") for row in read} == {"s"}
+    assert [Evaluation.from_dict(row) for row in read] == [found for _, _, found in rows]

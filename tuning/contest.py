@@ -1,0 +1,109 @@
+"""Contenders side by side on every batch of a phase, in rows that people and programs read."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from pagegen.kernel import PagedKernels
+from pagegen.spec import KernelSpec, Phase
+from pagegen.target import Target, detect
+from pagegen.tuning.baselines import SdpaBaselines
+from pagegen.tuning.measure import Interval, Measurement, geomean_of_medians, measure
+from pagegen.tuning.workload import Inputs, Point, Pool, Workload, cold_bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Row:
+    """One contender on one batch. `ratio` is its time over the anchor's, so above 1 the anchor is faster."""
+
+    phase: Phase
+    point: str
+    name: str
+    seconds: Interval
+    ratio: Interval
+    gbs: float  # 1e9 bytes of K and V a second, each counted once however often a kernel reads it
+    gflops: float  # 1e9 operations a second of those the mathematics needs
+    rounds: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return dataclasses.asdict(self) | {"phase": self.phase.value}
+
+
+def rows_of(spec: KernelSpec, phase: Phase, measured: Mapping[Point, Measurement]) -> list[Row]:
+    """A row for every batch and contender, the anchor first."""
+    rows = []
+    for point, measurement in measured.items():
+        for name in sorted(measurement.seconds, key=lambda name: name != measurement.anchor):
+            taken = measurement.timing(name)
+            rows.append(
+                Row(
+                    phase,
+                    point.name,
+                    name,
+                    Interval(taken.median, taken.low, taken.high),
+                    geomean_of_medians([measurement.ratios(name)], [1.0]),
+                    point.kv_bytes(spec) / taken.median / 1e9,
+                    point.flops(spec) / taken.median / 1e9,
+                    taken.rounds,
+                )
+            )
+    return rows
+
+
+def overall(measured: Mapping[Point, Measurement], name: str) -> Interval:
+    """Weighted geometric mean over the batches of `name`'s time over the anchor's."""
+    return geomean_of_medians([m.ratios(name) for m in measured.values()], [point.weight for point in measured])
+
+
+def typical(measured: Mapping[Point, Measurement], name: str) -> Interval:
+    """Weighted geometric mean over the batches of `name`'s seconds."""
+    return geomean_of_medians([m.seconds[name] for m in measured.values()], [point.weight for point in measured])
+
+
+def bench(
+    contenders: Mapping[str, PagedKernels],
+    target: Target,
+    workloads: Sequence[Workload],
+    *,
+    with_sdpa: bool,
+    seconds: float,
+    watch: Callable[[str], None] | None = None,
+) -> list[Row]:
+    """Times loaded kernels of one spec in this process, the first contender being the anchor; `seconds` a batch."""
+    anchor, first = next(iter(contenders.items()))
+    device = "cpu" if target.kind == "cpu" else "cuda"
+    points = tuple(point for workload in workloads for point in workload.points)
+    pool = Pool.for_points(first.spec, points, cold_bytes(detect().caches if device == "cpu" else {}), device)
+    rows: list[Row] = []
+    for workload in workloads:
+        for point in workload.points:
+            inputs = Inputs(pool, point)
+            calls = {name: inputs.bind(kernels.attend) for name, kernels in contenders.items()}
+            if with_sdpa:
+                calls |= SdpaBaselines(inputs).calls()
+            wait = torch.cuda.synchronize if device == "cuda" else None
+            measured = measure(calls, anchor, seconds=seconds, synchronize=wait)
+            rows += rows_of(first.spec, workload.phase, {point: measured})
+            if watch:
+                watch(point.name)
+    return rows
+
+
+def table(rows: Sequence[Row], *, intervals: bool = False) -> tuple[list[str], list[list[str]]]:
+    """(columns, cells): a line a batch, the anchor's time and rates, then every other contender's ratio to it."""
+    names = list(dict.fromkeys(row.name for row in rows))
+    columns = ["phase", "batch", f"{names[0]} us", "GB/s", "GFLOP/s", *names[1:]]
+    lines: dict[tuple[Phase, str], list[str]] = {}
+    for row in rows:
+        if row.name == names[0]:
+            cells = [row.phase.value, row.point, f"{row.seconds.median * 1e6:.1f}", f"{row.gbs:.1f}", f"{row.gflops:.1f}"]
+            lines[row.phase, row.point] = cells
+        else:
+            interval = f" [{row.ratio.low:.2f}, {row.ratio.high:.2f}]" if intervals else ""
+            lines[row.phase, row.point].append(f"{row.ratio.median:.2f}{interval}")
+    return columns, list(lines.values())

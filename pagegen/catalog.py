@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from .errors import SpecError
-from .space import Config, ConfigSpace, Constraint, Knob, power_of_two
+from .space import Config, ConfigSpace, Constraint, Knob, Value, power_of_two
 from .spec import KernelSpec, Op, Phase
 from .target import Target
 
@@ -76,18 +76,36 @@ def _no_knobs(spec: KernelSpec, target: Target) -> ConfigSpace:
     return ConfigSpace(())
 
 
+def _triton_tiles(spec: KernelSpec, target: Target) -> tuple[int, int, int]:
+    """(tile_q, tile_kv, num_stages) that spill no register and fit into shared memory; seen by `pagegen compile`."""
+    widest = max(spec.head_dim, spec.dim_v)
+    if widest > 128 or spec.dtype.itemsize == 4:
+        return 16, 32, 1 if target.shared_memory < 128 * 1024 else 2
+    if widest <= 64 or target.arch in ("sm_90", "sm_100") or target.warp_size == 64:
+        return 64, 64, 2  # accumulators of 64 x 128 beside the addresses: Hopper and CDNA have the room
+    return (64, 32, 3) if target.kind == "cuda" else (32, 32, 1)
+
+
 def _triton_attend_space(spec: KernelSpec, target: Target) -> ConfigSpace:
-    wide = spec.head_dim > 128 or spec.dim_v > 128 or spec.dtype.itemsize == 4
+    group_rows = 1 << max(4, (spec.group - 1).bit_length())  # the least that holds one group, and that a dot takes
+    tile_q, tile_kv, num_stages = _triton_tiles(spec, target)
+    tile_bytes = (spec.head_dim + spec.dim_v) * spec.dtype.itemsize
+
+    def fits(v: Mapping[str, Value]) -> bool:
+        return int(v["tile_kv"]) * tile_bytes * max(1, int(v["num_stages"]) - 1) <= target.shared_memory
+
     return ConfigSpace(
         (
-            power_of_two("tile_q", 16, 128, 16 if wide else 64, "rows (query tokens x group) of one program"),
-            power_of_two("tile_kv", 16, 128, 32 if wide else 64, "tokens of one online-softmax step"),
+            power_of_two("tile_q", 16, 128, max(group_rows, tile_q), "rows (query tokens x group) of one program"),
+            power_of_two("tile_kv", 16, 128, tile_kv, "tokens of one online-softmax step"),
+            Knob("split_below", (0, 128, 256, 512), 256, "grids of fewer programs cut the context into parts; 0: never"),
             Knob("num_warps", (2, 4, 8), 4, "warps of one program"),
-            Knob("num_stages", (1, 2, 3, 4), 2, "software pipeline depth"),
+            Knob("num_stages", (1, 2, 3, 4), num_stages, "software pipeline depth"),
         ),
         (
             Constraint(lambda v: int(v["tile_q"]) * int(v["tile_kv"]) <= 128 * 128, "the score tile exceeds 128 x 128"),
             Constraint(lambda v: int(v["tile_q"]) >= spec.group, f"tile_q must hold one group of {spec.group} query heads"),
+            Constraint(fits, f"the K and V tiles in flight exceed {target.name}'s shared memory; lower tile_kv or num_stages"),
         ),
     )
 

@@ -1,0 +1,366 @@
+"""Triton text to a kernel: loaded for the GPU that is here, interpreted on the CPU, or compiled for a GPU that is absent.
+
+Vendored into every kernel package. Triton is imported when a function needs it: whether it interprets is decided at its
+import, so a process either interprets (the worker of `Interpreter`) or compiles.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+import os
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+
+from ..errors import BuildError, CheckError
+from ..kernel import TORCH_DTYPES, allocate_cache, check_attend, check_copy_blocks, check_write_kv
+from ..paths import kernel_cache, write_atomic
+from ..spec import KernelSpec, Op
+from ..target import Target
+
+if TYPE_CHECKING:
+    from ..render import Source
+
+Launch = Callable[..., None]  # `launch` of a generated module, or a stand-in for it
+
+
+def load(
+    text: str, key: str, spec: KernelSpec, op: Op, config: Mapping[str, Any]
+) -> TritonAttend | TritonWriteKV | TritonCopyBlocks:
+    """A generated module as the callable for `op`, on the GPU that its tensors are on."""
+    _keep_cache()
+    return TRITON_KERNELS[op](spec, config, _module(text, key).launch)
+
+
+def _module(text: str, key: str) -> ModuleType:
+    """Imports the text from a file of the kernel cache: Triton reads a kernel's source through its file."""
+    folder = kernel_cache() / key
+    folder.mkdir(exist_ok=True)
+    path = folder / "kernel.py"
+    if not path.exists() or path.read_text() != text:
+        write_atomic(path, text)
+    os.utime(folder)  # last use, for `pagegen cache`
+    found = importlib.util.spec_from_file_location(f"pagegen_triton_{key}", path)
+    if found is None or found.loader is None:
+        raise BuildError(f"{path} cannot be imported; delete it and it is written again")
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
+def _keep_cache() -> None:
+    """Has Triton keep its binaries beside ours, unless the user has chosen a folder (TRITON_CACHE_DIR)."""
+    import triton
+
+    cache = triton.knobs.cache
+    if cache.dir == cache.get_triton_dir("cache"):
+        cache.dir = str(kernel_cache() / "triton")
+
+
+def toolchain() -> dict[str, Any]:
+    """The toolchain half of a GPU fingerprint. (FP fusion needs no entry: a kernel's text states it.)"""
+    import triton
+
+    return {"triton": triton.__version__, "torch": torch.__version__, "cuda": torch.version.cuda, "hip": torch.version.hip}
+
+
+# --- the calling convention ------------------------------------------------------------------------------------------
+
+
+class TritonKernel:
+    """A generated launcher with a spec. Tensors are checked by shape, stride and dtype; values are not (that would sync)."""
+
+    def __init__(self, spec: KernelSpec, config: Mapping[str, Any], launch: Launch) -> None:
+        self.spec, self.config = spec, config
+        self._launch = launch
+
+
+class TritonAttend(TritonKernel):
+    """`Attend` on a generated module."""
+
+    def __call__(
+        self,
+        out: torch.Tensor,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        block_table: torch.Tensor,
+        context_lens: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        *,
+        scale: float | None = None,
+        lse: torch.Tensor | None = None,
+        max_query_len: int | None = None,
+        max_context_len: int | None = None,
+    ) -> None:
+        check_attend(self.spec, out, q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, lse)
+        scale = self.spec.softmax_scale if scale is None else scale
+        with torch.cuda.device_of(q):
+            self._launch(out, q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, scale, lse)
+
+
+class TritonWriteKV(TritonKernel):
+    """`WriteKV` on a generated module."""
+
+    def __call__(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        check_write_kv(self.spec, k, v, k_cache, v_cache, slot_mapping)
+        with torch.cuda.device_of(k):
+            self._launch(k, v, k_cache, v_cache, slot_mapping)
+
+
+class TritonCopyBlocks(TritonKernel):
+    """`CopyBlocks` on a generated module."""
+
+    def __call__(self, k_cache: torch.Tensor, v_cache: torch.Tensor, pairs: torch.Tensor) -> None:
+        check_copy_blocks(self.spec, k_cache, v_cache, pairs)
+        with torch.cuda.device_of(k_cache):
+            self._launch(k_cache, v_cache, pairs)
+
+
+TRITON_KERNELS: dict[Op, type[TritonAttend] | type[TritonWriteKV] | type[TritonCopyBlocks]] = {
+    Op.ATTEND: TritonAttend,
+    Op.WRITE_KV: TritonWriteKV,
+    Op.COPY_BLOCKS: TritonCopyBlocks,
+}
+
+
+# --- interpreting ----------------------------------------------------------------------------------------------------
+
+
+class Interpreter:
+    """A worker process that runs generated modules under Triton's interpreter, on CPU tensors.
+
+    Kernels that it loads raise CheckError with the worker's last line when a kernel fails there.
+    """
+
+    def __init__(self) -> None:
+        context = torch.multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_interpret, args=(theirs,), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def load(
+        self, text: str, key: str, spec: KernelSpec, op: Op, config: Mapping[str, Any]
+    ) -> TritonAttend | TritonWriteKV | TritonCopyBlocks:
+        """The counterpart of the function `load`."""
+        return TRITON_KERNELS[op](spec, config, functools.partial(self._run, text, key))
+
+    def _run(self, text: str, key: str, *arguments: object) -> None:
+        try:
+            self._connection.send((text, key, arguments))  # moves tensors into shared memory: the worker writes in place
+            failure: str | None = self._connection.recv()
+        except (EOFError, OSError):
+            self._process.join(10)
+            raise CheckError(f"the interpreting process died (exit status {self._process.exitcode})") from None
+        if failure:
+            raise CheckError(f"the interpreted kernel failed: {failure.splitlines()[-1]}") from RuntimeError(failure)
+
+    def close(self) -> None:
+        """Ends the worker."""
+        self._connection.close()
+        self._process.join(10)
+        if self._process.is_alive():
+            self._process.kill()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def _interpret(connection: Any) -> None:
+    os.environ["TRITON_INTERPRET"] = "1"  # before triton's first import, and in this process only
+    torch.set_num_threads(1)
+    modules: dict[str, ModuleType] = {}
+    while True:
+        try:
+            text, key, arguments = connection.recv()
+        except EOFError:
+            return
+        try:
+            if key not in modules:
+                modules[key] = _module(text, key)
+            _launch_rounded(modules[key].launch, arguments)
+            connection.send(None)
+        except Exception:  # whatever a kernel raises is the caller's to see
+            connection.send(traceback.format_exc())
+
+
+def _launch_rounded(launch: Launch, arguments: tuple[Any, ...]) -> None:
+    """Launches; attend's out (it alone is computed) goes through fp32, for the interpreter's stores truncate to bf16."""
+    if len(arguments) != len(ATTEND_ARGUMENTS):
+        return launch(*arguments)
+    out = arguments[0]
+    exact = out.float()
+    launch(exact, *arguments[1:])
+    out.copy_(exact)
+
+
+ATTEND_ARGUMENTS = ("out", "q", "k_cache", "v_cache", "block_table", "context_lens", "cu_seqlens_q", "scale", "lse")
+
+
+# --- compiling for an absent GPU -------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CompiledTriton:
+    """One binary that a launcher would run: `decode`, `split`, `merge`, `prefill`, or the op's name."""
+
+    name: str
+    target: Target
+    num_warps: int
+    shared_memory: int  # bytes
+    assembly: str  # PTX or AMDGCN
+    binary: bytes  # cubin or hsaco
+
+    @property
+    def threads(self) -> int:
+        """Threads of one program."""
+        return self.num_warps * self.target.warp_size
+
+
+def compile_for(source: Source) -> tuple[CompiledTriton, ...]:
+    """Compiles what the launcher would launch on typical batches, for the source's target, present or not.
+
+    The launcher itself runs, on meta tensors, with its kernels replaced by recorders; so what is compiled (types,
+    alignment, constants) is what Triton would compile on the device. Raises BuildError with the compiler's words.
+    """
+    made_of = source.variant
+    compiled: dict[tuple[object, ...], CompiledTriton] = {}
+    for name, arguments in _typical_calls(made_of.spec, made_of.template.op):
+        for call in _record(_module(source.text, source.key), arguments):
+            if call.identity not in compiled:
+                compiled[call.identity] = _compile("merge" if call.kernel.__name__ == "merge" else name, call, made_of.target)
+    return tuple(compiled.values())
+
+
+def _typical_calls(spec: KernelSpec, op: Op) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    def meta(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    k_cache, v_cache = allocate_cache(spec, 64, "meta")
+    dtype = TORCH_DTYPES[spec.dtype]
+    if op is Op.WRITE_KV:
+        k = meta((64, spec.kv_heads, spec.head_dim), k_cache.dtype)
+        v = meta((64, spec.kv_heads, spec.dim_v), v_cache.dtype)
+        yield op.value, (k, v, k_cache, v_cache, meta((64,), torch.int64))
+    elif op is Op.COPY_BLOCKS:
+        yield op.value, (k_cache, v_cache, meta((4, 2), torch.int64))
+    else:
+        for name, tokens, seqs, context in (("decode", 4096, 4096, 128), ("split", 1, 1, 8192), ("prefill", 8192, 4, 2048)):
+            q, out = (meta((tokens, spec.q_heads, dim), dtype) for dim in (spec.head_dim, spec.dim_v))
+            lse = meta((tokens, spec.q_heads), torch.float32) if spec.lse else None
+            table = meta((seqs, -(-context // spec.block_size)), torch.int32)
+            lens, starts = meta((seqs,), torch.int32), meta((seqs + 1,), torch.int32)
+            yield name, (out, q, k_cache, v_cache, table, lens, starts, spec.softmax_scale, lse)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Call:
+    """A recorded kernel call, as Triton's own specialisation would see it."""
+
+    kernel: Any
+    signature: Mapping[str, str]
+    constants: Mapping[str, Any]
+    aligned: tuple[int, ...]  # positions of arguments that are multiples of 16
+    options: Mapping[str, Any]
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        return (self.kernel.__name__, *map(tuple, (self.signature.items(), self.constants.items())), self.aligned)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Recorder:
+    """Stands for a kernel: `kernel[grid](...)` is noted, not run."""
+
+    kernel: Any
+    calls: list[_Call]
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return self._note
+
+    def _note(self, *arguments: Any, **keywords: Any) -> None:
+        names = self.kernel.arg_names
+        values = dict(zip(names, arguments, strict=False)) | {n: keywords.pop(n) for n in list(keywords) if n in names}
+        signature: dict[str, str] = {}
+        constants: dict[str, Any] = {}
+        aligned: list[int] = []
+        for parameter in self.kernel.params:
+            value, specialised = values[parameter.name], not parameter.do_not_specialize
+            kind = _kind(value)
+            if parameter.is_constexpr or value is None or (kind.startswith("i") and value == 1 and specialised):
+                kind, constants[parameter.name] = "constexpr", value
+            elif kind.startswith("*") or (kind.startswith("i") and value % 16 == 0 and specialised):
+                aligned.append(parameter.num)  # allocators align tensors to far more than 16 bytes
+            signature[parameter.name] = kind
+        self.calls.append(_Call(self.kernel, signature, constants, tuple(aligned), keywords))
+
+
+_POINTERS = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return _POINTERS[value.dtype]
+    if isinstance(value, int):
+        return "i32" if -(2**31) <= value < 2**31 else "i64"
+    return "fp32"
+
+
+def _record(module: ModuleType, arguments: tuple[Any, ...]) -> list[_Call]:
+    from triton.runtime.jit import JITFunction
+
+    calls: list[_Call] = []
+    kernels = {name: value for name, value in vars(module).items() if isinstance(value, JITFunction)}
+    try:
+        vars(module).update({name: _Recorder(kernel, calls) for name, kernel in kernels.items()})
+        module.launch(*arguments)
+    finally:
+        vars(module).update(kernels)  # they call each other when they are compiled
+    return calls
+
+
+def _compile(name: str, call: _Call, target: Target) -> CompiledTriton:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    attributes = {(position,): [["tt.divisibility", 16]] for position in call.aligned}
+    arch = int(target.arch.removeprefix("sm_")) if target.kind == "cuda" else target.arch
+    try:
+        with triton.knobs.cache.scope():
+            triton.knobs.cache.dir = str(kernel_cache() / "triton")
+            result = triton.compile(
+                ASTSource(call.kernel, dict(call.signature), dict(call.constants), attributes),
+                target=GPUTarget(target.kind, arch, target.warp_size),
+                options=dict(call.options),
+            )
+    except (triton.TritonError, RuntimeError) as error:
+        first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise BuildError(f"triton cannot compile {name} for {target.name}: {first.strip()}; see the log with --debug", str(error)) from error
+    text, binary = ("ptx", "cubin") if target.kind == "cuda" else ("amdgcn", "hsaco")
+    return CompiledTriton(
+        name, target, result.metadata.num_warps, result.metadata.shared, result.asm[text], result.asm[binary]
+    )

@@ -204,7 +204,7 @@ def token_ids(value: Any, field: str) -> tuple[int, ...]:
 def _architecture(values: Mapping[str, Any]) -> str:
     stated = values.get("architectures")
     if isinstance(stated, list) and stated:
-        return str(stated[0])
+        return str(stated[0])[:100]
     model_type = values.get("model_type")
     if model_type not in ARCHITECTURES:
         raise ModelError(f"model_type {model_type!r} is not supported; allowed: {', '.join(ARCHITECTURES)}")

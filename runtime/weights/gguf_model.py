@@ -230,7 +230,7 @@ def _tensor_names(file: GGUF, config: ModelConfig) -> dict[str, str]:
         if hf_name in shapes:
             names[hf_name] = stored
         elif stored != ROPE_FACTORS:
-            raise ModelError(f"{file.path}: tensor {stored} has no place in a {config.architecture}")
+            raise ModelError(f"{file.path}: tensor {stored[:100]!r} has no place in a {config.architecture}")
     for hf_name, shape in shapes.items():
         if hf_name not in names:
             raise ModelError(f"{file.path}: the tensor for {hf_name} is missing; {REMEDY}")

@@ -20,6 +20,7 @@ from pagegen.runtime.tokenizer import Tokenizer
 INDEX = "model.safetensors.index.json"
 REMEDY = "get the file again"
 MAX_HEADER = 100_000_000  # the format's own limit, in bytes
+MAX_DIMS = 8
 ITEM_SIZES = {"F32": 4, "F16": 2, "BF16": 2}
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -119,22 +120,24 @@ class HFModel:
         for path, header in shards.items():
             for name in header:
                 if name in located:
-                    raise ModelError(f"{path}: tensor {name} is in {located[name].name} too; remove one of the files")
+                    raise ModelError(
+                        f"{path}: tensor {name[:100]!r} is in {located[name].name} too; remove one of the files"
+                    )
                 if not name.endswith("rotary_emb.inv_freq"):  # a buffer that old checkpoints saved
                     located[name] = path
         shapes = self.config.weight_shapes()
         for name, path in located.items():
             if name not in shapes and not (name == HEAD and self.config.tie_word_embeddings):
-                raise ModelError(f"{path}: tensor {name} has no place in a {self.config.architecture}")
+                raise ModelError(f"{path}: tensor {name[:100]!r} has no place in a {self.config.architecture}")
         for name, shape in shapes.items():
             if name not in located:
                 raise ModelError(
-                    f"{self.folder}: tensor {name} is in none of its {len(shards)} safetensors files; {REMEDY}"
+                    f"{self.folder}: tensor {name[:100]!r} is in none of its {len(shards)} safetensors files; {REMEDY}"
                 )
             found = shards[located[name]][name]
             if found != shape:
                 raise ModelError(
-                    f"{located[name]}: tensor {name} has shape {list(found)}, config.json says {list(shape)}"
+                    f"{located[name]}: tensor {name[:100]!r} has shape {list(found)}, config.json says {list(shape)}"
                 )
         return located
 
@@ -156,15 +159,19 @@ class HFModel:
             raise ModelError(f"{index}: weight_map is not a mapping of tensors to files; {REMEDY}")
         for tensor, name in weight_map.items():
             if not isinstance(name, str) or not name or Path(name).name != name:
-                raise ModelError(f"{index}: tensor {tensor} is said to be in {name!r}, which is not a plain file name")
+                raise ModelError(
+                    f"{index}: tensor {tensor[:100]!r} is said to be in {name!r}, which is not a plain file name"
+                )
             path = self.folder / name
             if not path.is_file():
-                raise ModelError(f"{path} is missing, it holds tensor {tensor}; {REMEDY}")
+                raise ModelError(f"{path} is missing, it holds tensor {tensor[:100]!r}; {REMEDY}")
         paths = [self.folder / name for name in sorted(set(weight_map.values()))]
         held = {path.name: read_header(path) for path in paths}
         for tensor, name in weight_map.items():
             if tensor not in held[name]:
-                raise ModelError(f"{self.folder / name} lacks tensor {tensor}, which the index says it has; {REMEDY}")
+                raise ModelError(
+                    f"{self.folder / name} lacks tensor {tensor[:100]!r}, which the index says it has; {REMEDY}"
+                )
         return paths
 
 
@@ -191,15 +198,18 @@ def read_header(path: Path) -> dict[str, tuple[int, ...]]:
     for name, row in rows.items():
         dtype, shape = row[0], row[1]
         if not isinstance(dtype, str) or dtype not in ITEM_SIZES:
-            raise ModelError(f"{path}: tensor {name} has dtype {dtype!r}; allowed: {', '.join(ITEM_SIZES)}")
-        if not all(isinstance(n, int) and n >= 0 for n in (*shape, *row[2:])) or len(row) != 4:
-            raise ModelError(f"{path} has a damaged header: tensor {name} has no proper shape or place; {REMEDY}")
+            raise ModelError(f"{path}: tensor {name[:100]!r} has dtype {dtype!r}; allowed: {', '.join(ITEM_SIZES)}")
+        proper = len(row) == 4 and len(shape) <= MAX_DIMS
+        if not proper or not all(isinstance(n, int) and 0 <= n < 2**63 for n in (*shape, *row[2:])):
+            raise ModelError(
+                f"{path} has a damaged header: tensor {name[:100]!r} has no proper shape or place; {REMEDY}"
+            )
         begin, end = row[2], row[3]
         if end - begin != math.prod(shape) * ITEM_SIZES[dtype]:
-            raise ModelError(f"{path} has a damaged header: tensor {name} has {end - begin} bytes; {REMEDY}")
+            raise ModelError(f"{path} has a damaged header: tensor {name[:100]!r} has {end - begin} bytes; {REMEDY}")
         if 8 + length + end > size:
             raise ModelError(
-                f"{path} is truncated: tensor {name} ends at byte {8 + length + end}, the file at {size}; {REMEDY}"
+                f"{path} is truncated: tensor {name[:100]!r} ends at {8 + length + end}, the file at {size} bytes; {REMEDY}"
             )
     return {name: row[1] for name, row in rows.items()}
 

@@ -67,7 +67,7 @@ def test_weights_keep_their_stored_dtype_and_large_values(tmp_path: Path) -> Non
 def test_a_missing_shard_is_named_with_a_tensor_it_holds(tmp_path: Path) -> None:
     write_shards(tmp_path)
     (tmp_path / SHARD_2).unlink()
-    assert SHARD_2 in refusal(tmp_path) and "holds tensor model." in refusal(tmp_path)
+    assert SHARD_2 in refusal(tmp_path) and "holds tensor 'model." in refusal(tmp_path)
 
 
 @pytest.mark.parametrize("cut", ["a byte", "half"])
@@ -76,7 +76,7 @@ def test_a_truncated_shard_is_named_with_the_tensor_that_is_cut(tmp_path: Path, 
     data = path.read_bytes()
     path.write_bytes(data[:-1] if cut == "a byte" else data[: len(data) // 2])
     message = refusal(tmp_path)
-    assert SHARD_3 in message and "truncated: tensor model." in message and "get the file again" in message
+    assert SHARD_3 in message and "truncated: tensor 'model." in message and "get the file again" in message
 
 
 def test_an_index_that_names_what_no_shard_has(tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def test_a_tensor_in_two_files_is_ambiguous(tmp_path: Path) -> None:
     write_hf(tmp_path)
     safetensors.torch.save_file({"model.norm.weight": torch.ones(32)}, tmp_path / "model-extra.safetensors")
     with pytest.warns(UserWarning, match="2 safetensors files"):
-        assert "model.norm.weight is in model-extra.safetensors too" in refusal(tmp_path)
+        assert "'model.norm.weight' is in model-extra.safetensors too" in refusal(tmp_path)
 
 
 def test_shapes_and_strangers_are_refused(tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_shapes_and_strangers_are_refused(tmp_path: Path) -> None:
         write_hf(tmp_path / "a", {"hidden_size": 40}, hf_weights())
     )
     bias = {"model.layers.0.self_attn.q_proj.bias": torch.zeros(32)}
-    assert "q_proj.bias has no place" in refusal(write_hf(tmp_path / "b", weights=hf_weights() | bias))
+    assert "q_proj.bias' has no place" in refusal(write_hf(tmp_path / "b", weights=hf_weights() | bias))
     buffer = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}
     assert_same(HFModel(write_hf(tmp_path / "c", weights=hf_weights() | buffer)).weights(), hf_weights())
 

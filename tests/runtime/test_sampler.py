@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagegen.runtime.sampler import SampledToken, request_seed, sample, token_logprobs, uniform
+from pagegen.runtime.sampler import TOP_P_EPSILON, SampledToken, _filter, request_seed, sample, token_logprobs, uniform
 from pagegen.runtime.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0)
@@ -99,16 +99,20 @@ def test_a_uniform_vocabulary_of_128256_stays_whole_and_indexable(top_p: float) 
 def test_filters_agree_with_a_plain_sort(seed: int, top_k: int, top_p: float, vocab: int, grain: float) -> None:
     logits = torch.randn(vocab, generator=torch.Generator().manual_seed(seed)) * 2
     logits = (logits / grain).round() * grain if grain else logits  # a grain makes ties
-    probabilities = logits.double().softmax(-1).tolist()
-    order = sorted(range(vocab), key=lambda token: (-probabilities[token], token))[: top_k or vocab]
-    total, before = sum(probabilities[token] for token in order), 0.0
+    probabilities = logits.double().softmax(-1)
+    chances = probabilities.tolist()
+    order = sorted(range(vocab), key=lambda token: (-chances[token], token))[: top_k or vocab]
+    total, before = sum(chances[token] for token in order), 0.0
     kept: set[int] = set()
     for token in order:
-        if kept and top_p < 1 and before >= (top_p - 1e-9) * total:
+        if kept and top_p < 1 and before >= (top_p - TOP_P_EPSILON) * total:
             break
         kept.add(token)
-        before += probabilities[token]
-    assert set(draws(logits, SamplingParams(top_k=top_k, top_p=top_p), count=50, seed=seed)) <= kept
+        before += chances[token]
+    params = SamplingParams(top_k=top_k, top_p=top_p)
+    filtered = _filter(probabilities[None], [params])[0]
+    assert set(filtered.nonzero().flatten().tolist()) == kept
+    assert torch.equal(filtered[list(kept)], probabilities[list(kept)])
 
 
 def test_frequencies_follow_the_distribution() -> None:

@@ -209,7 +209,7 @@ def read_header(path: Path) -> dict[str, tuple[int, ...]]:
             raise ModelError(f"{path} has a damaged header: tensor {name[:100]!r} has {end - begin} bytes; {REMEDY}")
         if 8 + length + end > size:
             raise ModelError(
-                f"{path} is truncated: tensor {name[:100]!r} ends at {8 + length + end}, the file at {size} bytes; {REMEDY}"
+                f"{path} is truncated: tensor {name[:100]!r} ends at byte {8 + length + end} of {size}; {REMEDY}"
             )
     return {name: row[1] for name, row in rows.items()}
 

@@ -5,14 +5,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+
 from ..build import build
 from ..build.cpp import compile_library
-from ..catalog import ALL_PHASES
+from ..catalog import Template
 from ..render import Source
-from ..spec import Phase
-from ..target import require_present
+from ..spec import Op, Phase
+from ..target import Target, require_present
 from .compare import CheckReport, Failure, check_calls, check_kernels
-from .driver import TIMEOUT, check_library
+from .driver import TIMEOUT, run_library
 from .shrink import shrink
 from .suite import Case, full_suite, quick_suite, suite_named
 
@@ -29,21 +32,48 @@ __all__ = [
 
 
 def check_variant(
-    source: Source, suite: str = "quick", seed: int = 0, *, timeout: float = TIMEOUT, smallest: bool = False
+    source: Source,
+    suite: str = "quick",
+    seed: int = 0,
+    *,
+    phase: Phase | None = None,
+    timeout: float = TIMEOUT,
+    smallest: bool = False,
 ) -> CheckReport:
-    """Builds a source for a target that is present and runs a suite on it; with `smallest` a failing input is shrunk.
+    """Builds a source for a target that is present and runs a suite on it, or those of its cases that are of `phase`.
 
-    Raises BuildError if it does not compile, ConfigError if the target is not present, CheckError if the gate cannot run.
+    With `smallest` a failing input is made smaller while it fails. Raises BuildError if the source does not compile,
+    ConfigError if the target is not present, CheckError if the gate cannot run.
     """
     variant = source.variant
     op, spec, target = variant.template.op, variant.spec, variant.target
     require_present(target)
-    phases = variant.template.phases
-    phase = None if phases == ALL_PHASES or Phase.MIXED in phases else next(iter(phases))
-    cases = [case for case in suite_named(suite)(spec, phase, seed) if case.op is op]
+    cases = [case for case in suite_named(suite)(spec, phase or _only_phase(variant.template), seed) if case.op is op]
     if variant.template.language == "cpp":
-        library = compile_library(source.text, target)
-        report = check_library(library, spec, op, target, cases, timeout)
-        return shrink(report, lambda smaller: check_library(library, spec, op, target, smaller, timeout)) if smallest else report
+        return check_library(compile_library(source.text, target), op, target, cases, timeout, smallest=smallest)
     cases = [case for case in cases if case.fault is None]
     return CheckReport.of(len(cases), check_calls({op: build(source)}, cases, "cuda"))
+
+
+def check_library(
+    library: Path,
+    op: Op,
+    target: Target,
+    cases: Sequence[Case],
+    timeout: float = TIMEOUT,
+    *,
+    smallest: bool = False,
+) -> CheckReport:
+    """Runs those of `cases` that are of `op` on a built library, in a process of its own.
+
+    PASSED; INCORRECT with every wrong case; RUN_ERROR or TIMEOUT with the case in which it happened. Raises CheckError
+    if the gate cannot run, for want of memory or disk.
+    """
+    report = run_library(library, op, target, cases, timeout)
+    if smallest:
+        return shrink(report, lambda smaller: run_library(library, op, target, smaller, timeout))
+    return report
+
+
+def _only_phase(template: Template) -> Phase | None:
+    return next(iter(template.phases)) if len(template.phases) == 1 else None

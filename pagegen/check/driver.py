@@ -26,7 +26,7 @@ from ..errors import CheckError
 from ..kernel import ABI_VERSION, AttendArgs, CopyBlocksArgs, WriteKVArgs, k_strides, v_strides
 from ..records import Status
 from ..render import environment
-from ..spec import KernelSpec, Op
+from ..spec import Op
 from ..target import Target
 from .compare import CheckReport, Failure, compare
 from .suite import OUTPUTS, Case, Fault, Tensors, flat, materialise
@@ -150,14 +150,10 @@ def _fields(case: Case, tensors: Tensors) -> dict[str, int | float]:
 # --- running ---------------------------------------------------------------------------------------------------------
 
 
-def check_library(
-    library: Path, spec: KernelSpec, op: Op, target: Target, cases: Sequence[Case], timeout: float = TIMEOUT
+def run_library(
+    library: Path, op: Op, target: Target, cases: Sequence[Case], timeout: float
 ) -> CheckReport:
-    """Runs the cases of `op` on a built library that `target` names the processor of.
-
-    PASSED; INCORRECT with every wrong case; RUN_ERROR or TIMEOUT with the case in which it happened. Raises CheckError
-    if the driver itself cannot work, for want of memory or disk.
-    """
+    """See `pagegen.check.check_library`."""
     prepared = prepare(tuple(case for case in cases if case.op is op))
     with tempfile.TemporaryDirectory(prefix="pagegen-check-") as folder:
         results = Path(folder) / "results"

@@ -112,7 +112,7 @@ def test_rounding_is_allowed_and_half_a_percent_is_not(dtype: str) -> None:
 class Wrong(ReferenceKernels):
     """Refuses one batch size, scribbles on the queries of another, forgets V in copies."""
 
-    def attend(self, out: torch.Tensor, q: torch.Tensor, *rest: torch.Tensor, **options: object) -> None:  # type: ignore[override]
+    def attend(self, out: torch.Tensor, q: torch.Tensor, *rest: torch.Tensor, **options: object) -> None:
         if len(q) == 5:
             raise KernelError("five rows: got 5, expected another number")
         super().attend(out, q, *rest, **options)  # type: ignore[arg-type]

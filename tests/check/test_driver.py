@@ -48,7 +48,7 @@ PG_EXPORT int32_t pagegen_copy_blocks(const pg_copy_blocks_args* a) {
 
 def check(build_text: Builder, misdeed: str, timeout: float = 20.0) -> CheckReport:
     text = with_abi(COPY.replace("MISDEED", misdeed))
-    return check_library(build_text(text), SPEC, Op.COPY_BLOCKS, SCALAR, quick_suite(SPEC), timeout)
+    return check_library(build_text(text), Op.COPY_BLOCKS, SCALAR, quick_suite(SPEC), timeout)
 
 
 def test_a_right_kernel_passes_every_case(build_text: Builder) -> None:
@@ -107,10 +107,10 @@ def test_every_wrong_case_is_reported_the_smallest_first(build_text: Builder) ->
 
 def test_a_library_of_another_abi_or_without_the_op_is_a_run_error(build_text: Builder) -> None:
     foreign = with_abi(COPY.replace("MISDEED", "")).replace("PAGEGEN_ABI_VERSION; }", "99; }")
-    report = check_library(build_text(foreign), SPEC, Op.COPY_BLOCKS, SCALAR, quick_suite(SPEC))
+    report = check_library(build_text(foreign), Op.COPY_BLOCKS, SCALAR, quick_suite(SPEC))
     assert report.status is Status.RUN_ERROR
     assert "C ABI 99" in report.reason
-    report = check_library(build_text(with_abi("")), SPEC, Op.COPY_BLOCKS, SCALAR, quick_suite(SPEC))
+    report = check_library(build_text(with_abi("")), Op.COPY_BLOCKS, SCALAR, quick_suite(SPEC))
     assert "pagegen_copy_blocks" in report.reason
 
 
@@ -189,5 +189,5 @@ def test_tensors_survive_the_way_through_the_files(build_text: Builder) -> None:
     """A kernel that does nothing gives back what it got, gaps and far blocks included."""
     cases = [case for case in quick_suite(SPEC) if case.op is Op.COPY_BLOCKS and case.fault is None]
     library = build_text(with_abi("PG_EXPORT int32_t pagegen_copy_blocks(const pg_copy_blocks_args*) { return PG_OK; }"))
-    report = check_library(library, SPEC, Op.COPY_BLOCKS, SCALAR, cases)
+    report = check_library(library, Op.COPY_BLOCKS, SCALAR, cases)
     assert {failure.case.name for failure in report.failures} == {case.name for case in cases} - {"no pair"}

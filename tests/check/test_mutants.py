@@ -93,7 +93,7 @@ def text_of(op: Op) -> str:
 
 def judge(op: Op, text: str, build_text: Builder) -> CheckReport:
     spec = parse_slug(SPECS[op])[0]
-    return check_library(build_text(text), spec, op, SCALAR, quick_suite(spec), timeout=10)
+    return check_library(build_text(text), op, SCALAR, quick_suite(spec), timeout=10)
 
 
 @pytest.mark.parametrize("op", Op)

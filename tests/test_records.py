@@ -1,0 +1,112 @@
+"""Claims about records: they survive JSON, say no to nonsense, and a dispatch table picks the row that it states."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pagegen.errors import PackageError
+from pagegen.records import DispatchRow, DispatchTable, Evaluation, Status, Timing, phase_of
+from pagegen.spec import Phase
+
+bounds = st.none() | st.integers(0, 50)
+rows = st.builds(
+    DispatchRow,
+    phase=st.sampled_from(Phase),
+    kernel=st.sampled_from(["attend_0", "attend_1", "attend_2"]),
+    min_seqs=bounds,
+    max_seqs=bounds,
+    min_context=bounds,
+    max_context=bounds,
+)
+tables = st.builds(DispatchTable, rows=st.lists(rows, max_size=5).map(tuple), fallback=st.just("attend_0"))
+
+
+@given(tables)
+def test_a_table_survives_json(table: DispatchTable) -> None:
+    assert DispatchTable.from_dict(json.loads(json.dumps(table.to_dict()))) == table
+
+
+@given(tables, st.sampled_from(Phase), st.integers(0, 60), st.none() | st.integers(0, 60))
+def test_the_first_row_that_holds_the_batch_serves_it(table: DispatchTable, phase: Phase, seqs: int, context: int | None) -> None:
+    name = table.select(phase, seqs, context)
+    assert name in table.kernels and table.kernels[0] == table.fallback
+    holding = [row.kernel for row in table.rows if row.holds(phase, seqs, context)]
+    assert name == (holding[0] if holding else table.fallback)
+
+
+def test_bounds_are_inclusive_and_none_bounds_nothing() -> None:
+    row = DispatchRow(Phase.DECODE, "k", min_seqs=2, max_seqs=4, max_context=512)
+    assert [row.holds(Phase.DECODE, seqs, 512) for seqs in (1, 2, 4, 5)] == [False, True, True, False]
+    assert [row.holds(Phase.DECODE, 3, context) for context in (0, 512, 513)] == [True, True, False]
+    assert not row.holds(Phase.PREFILL, 3, 10)
+    assert DispatchRow(Phase.DECODE, "k").holds(Phase.DECODE, 0, None)
+
+
+def test_a_context_that_is_not_known_fits_no_bound_on_it() -> None:
+    assert not DispatchRow(Phase.DECODE, "k", max_context=10**9).holds(Phase.DECODE, 1, None)
+    assert not DispatchRow(Phase.DECODE, "k", min_context=0).holds(Phase.DECODE, 1, None)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"rows": []},
+        {"rows": [{"phase": "decode"}], "fallback": "k"},
+        {"rows": [{"phase": "training", "kernel": "k"}], "fallback": "k"},
+        {"rows": [{"phase": "decode", "kernel": "k", "colour": 1}], "fallback": "k"},
+        {"rows": [1], "fallback": "k"},
+        {"rows": None, "fallback": "k"},
+    ],
+)
+def test_a_malformed_table_is_refused_with_the_cure(values: dict[str, Any]) -> None:
+    with pytest.raises(PackageError, match=r"dispatch table is malformed .* `pagegen tune`"):
+        DispatchTable.from_dict(values)
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "phase"),
+    [
+        ([1], Phase.DECODE),
+        ([1] * 7, Phase.DECODE),
+        ([0, 1, 1], Phase.DECODE),
+        ([5], Phase.PREFILL),
+        ([2], Phase.PREFILL),
+        ([5, 9, 3], Phase.PREFILL),
+        ([1, 1, 1, 1, 3], Phase.MIXED),
+        ([1] * 15 + [2], Phase.MIXED),
+        ([], Phase.DECODE),
+    ],
+)
+def test_the_phase_is_read_from_counts(query_lens: list[int], phase: Phase) -> None:
+    assert phase_of(sum(query_lens), len(query_lens), max(query_lens, default=0)) is phase
+    if phase is not Phase.MIXED and len(query_lens) < 2:
+        assert phase_of(sum(query_lens), len(query_lens), None) is phase  # one sequence's length needs no hint
+
+
+EVALUATION = Evaluation(
+    Status.PASSED,
+    {"tile_kv": 64},
+    score=0.81,
+    timings={"1x1@512": Timing(1e-5, 0.9e-5, 1.1e-5, 9)},
+    environment={"torch": "2.13.0"},
+    seconds=1.5,
+)
+
+
+def test_an_evaluation_survives_json() -> None:
+    failed = Evaluation(Status.TIMEOUT, {"tile_kv": 16}, reason="over 20 s")
+    for evaluation in (EVALUATION, failed):
+        assert Evaluation.from_dict(json.loads(json.dumps(evaluation.to_dict()))) == evaluation
+
+
+@pytest.mark.parametrize("status", Status)
+def test_a_score_goes_with_passed_and_only_with_it(status: Status) -> None:
+    score = None if status is Status.PASSED else 1.0
+    with pytest.raises(ValueError, match="a score goes with PASSED"):
+        Evaluation(status, {}, score=score)

@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from pagegen.package import load_package
     from pagegen.runtime.llm import LLM
     from pagegen.runtime.sampling_params import SamplingParams
-    from pagegen.tuning.search import tune
+    from pagegen.tuning.job import tune
 
 _EXPORTS = {
     "LLM": "pagegen.runtime.llm",
     "SamplingParams": "pagegen.runtime.sampling_params",
     "load_package": "pagegen.package",
-    "tune": "pagegen.tuning.search",
+    "tune": "pagegen.tuning.job",
 }
 
 __all__ = ["LLM", "SamplingParams", "__version__", "load_package", "tune"]

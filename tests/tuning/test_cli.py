@@ -1,0 +1,72 @@
+"""The commands `tune` and `bench kernel` on the command line."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pagegen.package import write_package
+from pagegen.records import DispatchTable
+from pagegen.spec import Op, parse_slug
+from pagegen.target import best_cpu
+from pagegen.tuning import job
+from pagegen.tuning.job import _packaged
+from tests.cli.helpers import run
+
+SLUG = "fp32-d8-h2x1-b4-NHD"
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A package of default configs."""
+    spec, target = parse_slug(SLUG)[0], best_cpu()
+    kernels = {op: _packaged(op, spec, target, None) for op in Op}
+    dispatch = {op: DispatchTable((), fallback=op.value) for op in Op}
+    named = {op.value: kernel for op, kernel in kernels.items()}
+    folder = tmp_path_factory.mktemp("package")
+    return write_package(folder, spec=spec, target=target, kernels=named, dispatch=dispatch, evidence={})
+
+
+def test_bench_times_the_package_against_its_default_and_three_sdpa_forms(package: Path) -> None:
+    result = run("bench", "kernel", str(package), "--phase", "mixed", "--seconds", "0.01", "--json")
+    assert result.status == 0, result.stderr
+    rows = result.document["rows"]
+    names = ["package", "default", "sdpa_gather", "sdpa_gqa", "sdpa_folded"]
+    points = list(dict.fromkeys(row["point"] for row in rows))
+    assert len(points) >= 2 and [row["name"] for row in rows] == names * len(points)
+    for row in rows:
+        assert row["seconds"]["low"] <= row["seconds"]["median"] <= row["seconds"]["high"]
+        assert row["gbs"] > 0 and row["gflops"] > 0 and row["ratio"]["median"] > 0
+    assert all(row["ratio"]["median"] == 1.0 for row in rows if row["name"] == "package")
+
+
+def test_bench_prints_a_table_for_people(package: Path) -> None:
+    result = run("bench", "kernel", str(package), "--against", "default", "--phase", "prefill", "--seconds", "0.01")
+    assert result.status == 0 and "default" in result.stdout and "sdpa" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["bench", "kernel", "nowhere"], "nowhere"),
+        (["bench", "kernel", "nowhere", "--against", "flex"], "--against"),
+        (["tune"], "name one spec"),
+        (["tune", "fp32-d7-h2x1-b4-NHD"], "head_dim"),
+        (["tune", SLUG, "--trials", "1"], "--trials 1"),
+        (["tune", SLUG, "--workers", "2"], "--workers"),
+        (["tune", SLUG, "--target", "cuda:sm_90"], "cuda:sm_90"),
+    ],
+)
+def test_a_wrong_request_ends_with_2_and_one_line(words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = run(*words)
+    assert result.status == 2 and said in result.stderr and len(result.stderr.strip().splitlines()) == 1
+    assert not list(tmp_path.iterdir())  # refused before anything was written
+
+
+def test_tune_json_is_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    document = {"winner": [], "counts": {}, "trials": {}, "package": "p", "report": "r"}
+    made = job.TuneResult(tmp_path, tmp_path, tmp_path, (), (), document)
+    monkeypatch.setattr(job, "tune", lambda spec, **options: made)
+    result = run("tune", SLUG, "--json")
+    assert result.status == 0 and json.loads(result.stdout) == document

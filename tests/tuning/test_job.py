@@ -1,0 +1,143 @@
+"""`pagegen tune` from one end to the other: a package that loads, a record that adds up, a run that can be continued."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from pagegen import tune
+from pagegen.catalog import template_for
+from pagegen.check import check_kernels
+from pagegen.errors import ConfigError, SpecError
+from pagegen.package import load_package
+from pagegen.records import DispatchTable, Evaluation
+from pagegen.spec import KernelSpec, Op, Phase
+from pagegen.target import best_cpu
+from pagegen.tuning import job
+from pagegen.tuning.measure import Interval, Measurement
+from pagegen.tuning.workload import Point, Workload
+
+SLUG = "fp32-d8-h2x1-b4-NHD"
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One small batch a phase, short rounds, nothing put into the user's package cache."""
+    names = {Phase.DECODE: "2x1@37", Phase.PREFILL: "1x7@19", Phase.MIXED: "2x1@37+1x7@19"}
+    monkeypatch.setattr(job, "preset", lambda phase, spec: Workload(phase, (Point.parse(names[phase]),)))
+    monkeypatch.setattr(job, "FINAL_SECONDS", 0.02)
+    monkeypatch.setattr(job, "CONTEST_SECONDS", 0.02)
+    monkeypatch.setattr(job, "install_package", lambda path: path)
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_run_ends_with_a_package_and_a_record_that_adds_up(tmp_path: Path) -> None:
+    first = tune(f"decode-{SLUG}", trials=1, out=tmp_path)
+    assert first.document["trials"] == {"resumed": 0, "new": 1, "lost": 0}
+    assert not first.winners[0].confirmed and first.winners[0].kernel == "attend_0"  # only the default was tried
+    torch.manual_seed(0)
+    result = tune(SLUG, trials=4, out=tmp_path)
+    document = result.document
+    assert document["trials"] == {"resumed": 1, "new": 3, "lost": 0}
+    assert sum(document["counts"].values()) == 4
+    assert [winner["phase"] for winner in document["winner"]] == ["decode", "prefill", "mixed"]
+    assert {row["name"] for row in document["rows"]} == {"tuned", "default", "sdpa_gather", "sdpa_gqa", "sdpa_folded"}
+    folder = tmp_path / best_cpu().slug / SLUG
+    lines = [json.loads(line) for line in (folder / "trials.jsonl").read_text().splitlines()]
+    assert len(lines) == 4 and len({(line.pop("study"), line.pop("trial")) for line in lines}) == 4
+    assert all(Evaluation.from_dict(line).environment["hardware"] for line in lines)
+    assert json.loads((folder / "tune.json").read_text()) == json.loads(json.dumps(document))
+    report = result.report.read_text()
+    assert "sdpa_folded" in report and "4 |" not in report.splitlines()[0] and "PASSED" in report
+    loaded = load_package(result.package)
+    assert check_kernels(loaded).passed
+    rows = DispatchTable.from_dict(loaded.manifest["dispatch"]["attend"])
+    assert rows.fallback == "attend_0" and [row.phase for row in rows.rows] == list(Phase)
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_winner_leaves_the_default_only_for_a_gain_that_its_interval_confirms(monkeypatch: pytest.MonkeyPatch) -> None:
+    space = template_for(Op.ATTEND, KernelSpec(2, 1, 8), best_cpu()).space(KernelSpec(2, 1, 8), best_cpu())
+    other = space.config({"tile_kv": 16})
+    times = {"clear": [1.5, 1.6, 1.4, 1.5, 1.5], "noise": [0.5, 1.6, 0.9, 1.5, 0.8], "slower": [0.8, 0.8, 0.9, 0.8, 0.8]}
+    for kind, default in times.items():
+
+        class Stub:
+            spec = KernelSpec(2, 1, 8)
+
+            def __init__(self, values: list[float]) -> None:
+                self.default, self._values = space.default, values
+
+            def compare(self, configs: dict[str, object], anchor: str, *_: object, **__: object) -> dict[Point, Measurement]:
+                seconds = {name: tuple(self._values) if name == "default" else (1.0,) * 5 for name in configs}
+                return {Point.parse("1x1@9"): Measurement(anchor, seconds)}
+
+        finalists = {Phase.DECODE: {"default": space.default, "finalist 1": other}}
+        (winner,), _ = job._decide(Stub(default), finalists)  # type: ignore[arg-type]
+        assert winner.confirmed is (kind == "clear")
+        assert winner.config == (other if kind == "clear" else space.default)
+        assert winner.kernel == ("attend_1" if kind == "clear" else "attend_0")
+        assert winner.confirmed or winner.speedup == Interval(1.0, 1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "word"),
+    [
+        ({"spec": "fp32-d8-h2x1-b4-auto"}, SpecError, "--layout"),
+        ({"trials": 2}, ConfigError, "--trials 2"),
+        ({"trials": 0, "phase": Phase.DECODE}, ConfigError, "--trials 0"),
+        ({"budget": 0.0}, ConfigError, "--budget"),
+        ({"budget": float("nan")}, ConfigError, "--budget"),
+        ({"target": "cuda:sm_90"}, ConfigError, "cuda:sm_90"),
+        ({"target": "cpu:none"}, ConfigError, "--target"),
+        ({"out": "/proc/nowhere"}, ConfigError, "--out"),
+        ({"storage": "/proc/nowhere/journal.log"}, ConfigError, "--storage"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_in_one_line(
+    tmp_path: Path, changes: dict[str, object], error: type[Exception], word: str
+) -> None:
+    with pytest.raises(error, match=word) as caught:
+        tune(**{"spec": SLUG, "out": tmp_path, **changes})  # type: ignore[arg-type]
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.long
+def test_a_killed_run_is_continued_by_the_same_command(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "pagegen", "tune", f"decode-{SLUG}", "--trials", "6", "--out", str(tmp_path), "--json"]
+    env = {**os.environ, "PAGEGEN_CACHE": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
+    journal = tmp_path / best_cpu().slug / SLUG / "journal.log"
+    with subprocess.Popen(words, env=env, stdout=subprocess.DEVNULL, start_new_session=True) as tuner:
+        while not journal.exists() or journal.read_text().count('"evaluation"') < 3:
+            assert tuner.poll() is None
+            time.sleep(0.05)
+        os.kill(tuner.pid, signal.SIGKILL)
+    done = subprocess.run(words, env=env, capture_output=True, text=True, check=True)
+    document = json.loads(done.stdout)
+    trials = document["trials"]
+    assert trials["resumed"] >= 3 and trials["lost"] <= 1 and trials["resumed"] + trials["new"] == 6
+    assert sum(document["counts"].values()) == 6
+    again = subprocess.run(words, env=env, capture_output=True, text=True, check=True)
+    assert json.loads(again.stdout)["trials"] == {"resumed": 6, "new": 0, "lost": 0}
+
+
+@pytest.mark.long
+def test_ctrl_c_ends_with_130_and_keeps_what_was_finished(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "pagegen", "tune", f"decode-{SLUG}", "--trials", "30", "--out", str(tmp_path)]
+    env = {**os.environ, "PAGEGEN_CACHE": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
+    folder = tmp_path / best_cpu().slug / SLUG
+    with subprocess.Popen(words, env=env, stdout=subprocess.DEVNULL, start_new_session=True) as tuner:
+        while not (folder / "journal.log").exists() or (folder / "journal.log").read_text().count('"evaluation"') < 2:
+            assert tuner.poll() is None
+            time.sleep(0.05)
+        os.killpg(tuner.pid, signal.SIGINT)
+        assert tuner.wait(timeout=60) == 130
+    assert len((folder / "trials.jsonl").read_text().splitlines()) >= 2
+    assert not list(folder.glob(".owner-*"))

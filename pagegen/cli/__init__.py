@@ -33,13 +33,18 @@ class Command:
 
 
 COMMANDS: tuple[Command, ...] = (
-    Command("targets", "targets", "Show what this machine is and which targets it can run or compile for."),
-    Command("doctor", "doctor", "Check the installation, with a remedy for everything that is amiss."),
+    Command("targets", "targets", "Show this machine and the targets it runs or compiles for."),
+    Command("doctor", "doctor", "Check the installation; a remedy for what is amiss."),
     Command("spec", "spec", "Print a complete kernel spec to start from."),
     Command("render", "render", "Print the generated source of a spec's kernel."),
+    Command("compile", "compile", "Compile for any target; registers, spills, occupancy."),
+    Command("check", "check", "Prove kernels against the reference: the correctness gate."),
     Command("generate", "generate", "Generate text offline, all prompts as one continuous batch."),
     Command("chat", "chat", "Chat with a model in the terminal."),
     Command("serve", "serve", "Serve a model over HTTP with the OpenAI API."),
+    Command("tune", "tune", "Find the fastest correct config by measuring, and package it."),
+    Command("bench", "bench", "Time a kernel package against its default and torch."),
+    Command("package", "package", "Show a kernel package, or verify its files and sources."),
     Command("cache", "cache", "List or clear built kernels and kernel packages."),
 )
 
@@ -56,18 +61,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = typer.main.get_command(build_app(words)).main(words, prog_name="pagegen", standalone_mode=False)
         return status if isinstance(status, int) else DONE
     except (KeyboardInterrupt, typer.Abort):
-        return _complain("interrupted", debug, INTERRUPTED)
+        return INTERRUPTED
     except BuildError as error:
         if debug and error.log:
             print(error.log, file=sys.stderr)
-        return _complain(error, debug, WRONG)
+        return _complain(error, debug)
     except (PagegenError, OSError) as error:
-        return _complain(error, debug, WRONG)
+        return _complain(error, debug)
     except _ClickError as error:
         context = getattr(error, "ctx", None)
         path = context.command_path if context else "pagegen"
         message = error.format_message() if hasattr(error, "format_message") else str(error)
-        return _complain(f"{message.rstrip('.')}; see `{path} --help`", debug, WRONG)
+        return _complain(f"{message.rstrip('.')}; see `{path} --help`", debug)
 
 
 def build_app(words: Sequence[str]) -> typer.Typer:
@@ -87,6 +92,14 @@ def build_app(words: Sequence[str]) -> typer.Typer:
     return app
 
 
+def subcommands(row: Command) -> list[tuple[str, ...]]:
+    """The full words of every command under a row: one, unless it is a group."""
+    module = importlib.import_module(f"pagegen.cli.{row.module}")
+    if not hasattr(module, "app"):
+        return [(row.name,)]
+    return [(row.name, str(info.name)) for info in module.app.registered_commands]
+
+
 def _print_version(wanted: bool) -> None:
     if wanted:
         from pagegen import __version__
@@ -103,7 +116,7 @@ def _root(
 ) -> None:
     """Generate, prove, tune and ship paged-attention kernels, and serve a model with the winner.
 
-    Example: pagegen generate smollm2-135m --chat "What is the capital of France?"
+    Example: pagegen generate smollm2-135m --chat "Who are you?"
     """
 
 
@@ -119,8 +132,8 @@ def _take_debug(words: list[str]) -> bool:
     return True
 
 
-def _complain(error: Exception | str, debug: bool, status: int) -> int:
+def _complain(error: Exception | str, debug: bool) -> int:
     if debug:
         traceback.print_exc()
     print(f"pagegen: {' '.join(str(error).split())}", file=sys.stderr)
-    return status
+    return WRONG

@@ -30,7 +30,7 @@ ModelArgument = Annotated[
 ]
 ModelOption = Annotated[str | None, typer.Option("--model", metavar="MODEL", help="Read the spec from this model's config.")]
 SpecArgument = Annotated[
-    str | None, typer.Argument(metavar="[SPEC]", help="A YAML or JSON file, or a slug such as bf16-d64-h9x3-b16-NHD.")
+    str | None, typer.Argument(metavar="SPEC", help="A YAML or JSON file, or a slug such as bf16-d64-h9x3-b16-NHD.")
 ]
 TargetOption = Annotated[str, typer.Option("--target", metavar="TARGET", help="auto, cpu, cpu:avx2, cuda:sm_90, ...")]
 
@@ -173,7 +173,7 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=title, title_justify="left", *columns)
+    table = Table(*columns, title=title or None, title_justify="left")
     for row in rows:
         table.add_row(*map(Text, row))  # Text: a `[` in a path is no markup
     Console().print(table)

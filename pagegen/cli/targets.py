@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from typing import Any
 
-from pagegen.cli._common import JsonOption, print_json, print_table
+from pagegen.cli._common import JsonOption, format_size, print_json, print_table
 from pagegen.errors import BuildError
 from pagegen.target import TARGETS, Target, detect, is_present
 
@@ -13,7 +13,7 @@ EXAMPLE = "pagegen targets --json"
 
 
 def command(json: JsonOption = False) -> None:
-    """Show what this machine is and which targets it can run or compile for."""
+    """Show this machine and the targets it runs or compiles for."""
     rows = [describe(target) for target in TARGETS]
     present = [row for row in rows if row["present"]]
     cross = [row for row in rows if not row["present"]]
@@ -23,10 +23,13 @@ def command(json: JsonOption = False) -> None:
         print_json({"machine": machine, "present": present, "cross": cross})
         return
     here = detect()
-    caches = ", ".join(f"{name} {size >> 10} KiB" for name, size in here.caches.items())
+    caches = ", ".join(f"{name} {format_size(size)}" for name, size in here.caches.items())
     print(f"{here.device}: {here.cores} cores, {here.threads} threads for this process, {caches or 'caches unknown'}")
-    columns = ("target", "here", "limits", "compiler")
-    print_table("targets", columns, [_row(row) for row in (*present, *cross)])
+    columns = ("target", "here", "limits")
+    print_table("", columns, [(row["name"], "runs" if row["present"] else "cross", _words(row)) for row in (*present, *cross)])
+    for kind in ("cpu", "gpu"):
+        row = next(row for row in rows if row["name"].startswith("cpu:") == (kind == "cpu"))
+        print(f"{kind} compiler: {row['compiler'] or row['missing']}")
 
 
 def describe(target: Target) -> dict[str, Any]:
@@ -68,6 +71,11 @@ def _compiler(target: Target) -> tuple[str | None, str | None]:
     return f"triton {version('triton')}", None
 
 
-def _row(row: dict[str, Any]) -> tuple[str, str, str, str]:
-    limits = ", ".join(f"{name} {value}" for name, value in row["limits"].items())
-    return row["name"], "runs" if row["present"] else "cross", limits, row["compiler"] or f"missing: {row['missing']}"
+def _words(row: dict[str, Any]) -> str:
+    limits = row["limits"]
+    if "fp32_lanes" in limits:
+        return f"{limits['fp32_lanes']} fp32 lanes"
+    return (
+        f"warp {limits['warp_size']}, {format_size(limits['shared_memory'])} shared memory, "
+        f"{limits['registers']} registers, {limits['max_threads']} threads"
+    )

@@ -1,0 +1,80 @@
+"""`pagegen cache list|clear`: what pagegen keeps on this machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import shutil
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pagegen.cli._common import JsonOption, format_size, note, print_json, print_table
+from pagegen.paths import kernel_cache, locked, package_cache
+
+app = typer.Typer(rich_markup_mode=None)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Entry:
+    """A built kernel or a kernel package. Bytes; last use as a POSIX time."""
+
+    kind: str
+    path: Path
+    size: int
+    last_use: float
+
+
+@app.command("list", epilog="Example: pagegen cache list --json")
+def list_entries(json: JsonOption = False) -> None:
+    """List built kernels and kernel packages with their sizes and last use."""
+    found = sorted(entries(), key=lambda entry: -entry.last_use)
+    total = sum(entry.size for entry in found)
+    if json:
+        rows = [{"kind": e.kind, "path": str(e.path), "bytes": e.size, "last_use": _when(e.last_use)} for e in found]
+        print_json({"rows": rows, "bytes": total})
+        return
+    table = [(e.kind, e.path.name, format_size(e.size), _when(e.last_use)) for e in found]
+    print_table(f"{kernel_cache().parent}: {format_size(total)}", ("kind", "name", "size", "last use"), table)
+
+
+@app.command("clear", epilog="Example: pagegen cache clear --packages")
+def clear(
+    packages: Annotated[bool, typer.Option("--packages", help="Tuned packages too, which take minutes to make again.")] = False,
+    json: JsonOption = False,
+) -> None:
+    """Delete built kernels; they are built again when they are needed."""
+    doomed = [entry for entry in entries() if packages or entry.kind == "kernel"]
+    for entry in doomed:
+        _delete(entry)
+    freed = sum(entry.size for entry in doomed)
+    if json:
+        print_json({"removed": [str(entry.path) for entry in doomed], "bytes": freed})
+        return
+    note(f"removed {len(doomed)} entries, {format_size(freed)}")
+
+
+def entries() -> list[Entry]:
+    """Every entry of this user's cache. Raises ConfigError if the cache cannot be used."""
+    return [
+        Entry(kind, path, _size(path), path.stat().st_mtime)
+        for kind, folder in (("kernel", kernel_cache()), ("package", package_cache()))
+        for path in sorted(folder.iterdir())
+        if path.is_dir() and not path.name.startswith(".")
+    ]
+
+
+def _size(folder: Path) -> int:
+    return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file() or path.is_symlink())
+
+
+def _delete(entry: Entry) -> None:
+    lock = entry.path.with_name(f"{entry.path.name}.lock")
+    with locked(lock):  # nobody is building it
+        shutil.rmtree(entry.path)
+        lock.unlink(missing_ok=True)
+
+
+def _when(seconds: float) -> str:
+    return datetime.datetime.fromtimestamp(seconds).isoformat(" ", "seconds")

@@ -1,0 +1,74 @@
+"""From the words of a command line to an engine: the model, and the kernels that fit it."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from pagegen.build import build_kernels
+from pagegen.errors import PackageError
+from pagegen.kernel import PagedKernels
+from pagegen.package import KernelPackage, find_package, load_package
+from pagegen.runtime.engine import Engine, EngineConfig
+from pagegen.runtime.models import build_model
+from pagegen.runtime.tokenizer import Tokenizer
+from pagegen.runtime.weights.resolve import resolve_model
+from pagegen.spec import KernelSpec
+from pagegen.target import best_cpu
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Launched:
+    """A model that is ready to serve; `message` says in one line which kernels it runs on."""
+
+    name: str
+    engine: Engine
+    tokenizer: Tokenizer
+    message: str
+
+
+def launch(model: str, package: Path | None, config: EngineConfig, block_size: int = 16) -> Launched:
+    """Loads the model that a MODEL word names, on the kernels of `package` or those that `find_kernels` finds.
+
+    Kernels come first: what does not fit is refused before any weight is read. Raises ModelError, PackageError,
+    BuildError or ConfigError.
+    """
+    source = resolve_model(model)
+    kernels, message = find_kernels(source.config.kernel_spec(config.dtype, block_size), package)
+    tokenizer = source.tokenizer()
+    engine = Engine(build_model(source.config, source.weights(), config.dtype), kernels, tokenizer, config)
+    return Launched(source.name, engine, tokenizer, message)
+
+
+def find_kernels(spec: KernelSpec, package: Path | None = None) -> tuple[PagedKernels, str]:
+    """The kernels to run `spec` with, and one line that says which they are.
+
+    A named package is taken or refused; without one, the newest of the user's package cache that fits the spec and this
+    machine, else the default config, built. The block size of a named package and the layout of any are its own choice:
+    the runtime follows `kernels.spec`. Raises PackageError, BuildError, SpecError or ConfigError.
+    """
+    if package is not None:
+        named = load_package(package)
+        _require_fit(named, spec)
+        return named, f"kernels: package {package}, {named.spec.slug} on {named.target.name}"
+    found = find_package(spec.replace(layout=None), best_cpu())
+    if found is not None:
+        cached = load_package(found)
+        return cached, f"kernels: package {found.name} of the cache, {cached.spec.slug} on {cached.target.name}"
+    return default_kernels(spec), (
+        f"kernels: default config, {spec.slug} on {best_cpu().name}; `pagegen tune {spec.slug}` makes faster ones"
+    )
+
+
+def default_kernels(spec: KernelSpec) -> PagedKernels:
+    """The kernels of `spec` in their templates' default configs, built for this CPU. Raises BuildError, SpecError."""
+    return build_kernels(spec, best_cpu())
+
+
+def _require_fit(package: KernelPackage, wanted: KernelSpec) -> None:
+    remedy = f"`pagegen tune {wanted.slug} --target cpu` makes the right one, or leave out --kernels"
+    if package.target.kind != "cpu":
+        raise PackageError(f"package {package.path} is for {package.target.name}, the runtime is on the CPU; {remedy}")
+    found = package.spec
+    if found.replace(layout=wanted.layout, block_size=wanted.block_size) != wanted:
+        raise PackageError(f"package {package.path} computes {found.slug}, the model needs {wanted.slug}; {remedy}")

@@ -58,6 +58,28 @@ class RotaryEmbedding:
         return torch.addcmul(halves * cos, halves.flip(-2), sin).to(x.dtype).flatten(-2)
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class LMHead:
+    """Logits x W^T in float32, [R, vocab_size] for x [R, hidden_size].
+
+    A bf16 product keeps 8 bits: logits between 16 and 32 land on multiples of 1/8, where the best two often tie. So the
+    likeliest RESCORED tokens of each row are computed again from the same inputs in float32.
+    """
+
+    weight: torch.Tensor
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        logits = F.linear(x, self.weight).float()
+        if x.dtype == torch.float32:
+            return logits
+        likeliest = logits.topk(min(RESCORED, logits.shape[-1]), sorted=False).indices
+        exact = torch.bmm(self.weight[likeliest].float(), x.float()[:, :, None])
+        return logits.scatter_(-1, likeliest, exact[:, :, 0])
+
+
+RESCORED = 32  # more than any request can ask logprobs of
+
+
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up for [T, 2 * n] that holds gate, then up."""
     gate, up = gate_up.chunk(2, dim=-1)

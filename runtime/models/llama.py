@@ -14,7 +14,7 @@ from pagegen.kernel import TORCH_DTYPES, PagedKernels
 from pagegen.runtime.attention import PagedAttention
 from pagegen.runtime.batch import Batch
 from pagegen.runtime.kv_cache import KVCache
-from pagegen.runtime.layers import Checkpoint, Linear, RotaryEmbedding, silu_and_mul
+from pagegen.runtime.layers import Checkpoint, LMHead, RotaryEmbedding, silu_and_mul
 from pagegen.runtime.models.config import ModelConfig
 from pagegen.spec import DType
 
@@ -56,7 +56,7 @@ class LlamaForCausalLM:
         self.embed_tokens = checkpoint.tensor("model.embed_tokens.weight")
         self.layers = [LlamaLayer(index, config, checkpoint) for index in range(config.num_layers)]
         self.norm = checkpoint.norm("model.norm", config.rms_norm_eps)
-        self.lm_head = Linear(self.embed_tokens) if config.tie_word_embeddings else checkpoint.linear("lm_head")
+        self.lm_head = LMHead(self.embed_tokens if config.tie_word_embeddings else checkpoint.tensor("lm_head.weight"))
         self.rotary = RotaryEmbedding(torch.tensor(config.inverse_frequencies(), dtype=torch.float32))
 
     def forward(self, batch: Batch, kv_cache: KVCache, kernels: PagedKernels) -> torch.Tensor:
@@ -66,4 +66,4 @@ class LlamaForCausalLM:
         angles = self.rotary.angles(batch.positions)
         for layer in self.layers:
             layer.forward(hidden, angles, attention, batch)
-        return self.lm_head(self.norm(hidden[batch.logits_rows])).float()
+        return self.lm_head(self.norm(hidden[batch.logits_rows]))

@@ -295,7 +295,7 @@ def alone(tiny: CausalLM) -> list[RequestOutput]:
 
 @pytest.mark.parametrize(
     ("num_blocks", "budget", "max_num_seqs", "block_size", "preempts"),
-    [(99, 99, 8, 4, False), (11, 5, 8, 4, True), (99, 1, 3, 1, False), (4, 16, 2, 16, False)],
+    [(99, 99, 8, 4, False), (10, 12, 8, 4, True), (99, 1, 3, 1, False), (4, 16, 2, 16, False)],
     ids=["roomy", "small chunks and preemption", "one token a step", "large blocks"],
 )
 def test_tokens_and_logprobs_are_those_of_each_request_alone(

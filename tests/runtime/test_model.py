@@ -13,7 +13,7 @@ from pagegen.reference import ReferenceKernels
 from pagegen.runtime.batch import Batch
 from pagegen.runtime.block_manager import BlockManager
 from pagegen.runtime.kv_cache import KVCache
-from pagegen.runtime.layers import RMSNorm, RotaryEmbedding, silu_and_mul
+from pagegen.runtime.layers import LMHead, RMSNorm, RotaryEmbedding, silu_and_mul
 from pagegen.runtime.models import MODELS, CausalLM, build_model
 from pagegen.runtime.models.config import ModelConfig, RopeScaling
 from pagegen.runtime.sampling_params import SamplingParams
@@ -142,6 +142,16 @@ def test_bf16_stays_near_fp32_and_gives_float32_logits() -> None:
     exact, rounded = Session(TINY).feed((0, prompt(9))), Session(TINY, DType.BF16).feed((0, prompt(9)))
     assert rounded.dtype == torch.float32
     assert (rounded.log_softmax(-1) - exact.log_softmax(-1)).abs().max() < 0.25
+
+
+def test_the_likeliest_bf16_logits_are_as_exact_as_their_inputs() -> None:
+    generator = torch.Generator().manual_seed(3)
+    weight, x = torch.randn(201, 64, generator=generator).bfloat16(), 2 * torch.randn(5, 64, generator=generator).bfloat16()
+    exact = x.float() @ weight.float().T
+    logits, rounded = LMHead(weight)(x), (x @ weight.T).float()
+    best = exact.topk(20).indices
+    assert (logits - exact).gather(-1, best).abs().max() < 1e-4 < (rounded - exact).gather(-1, best).abs().max()
+    torch.testing.assert_close(logits, exact, atol=0.2, rtol=0.01)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import threading
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
+from types import UnionType
 from typing import Any, cast
 
 import torch
@@ -29,12 +30,16 @@ from .target import Fingerprint, Target, detect, detect_gpu, hardware_fingerprin
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-FIELDS = frozenset(
-    {
-        *("format", "abi", "name", "version", "pagegen", "created", "spec", "target"),
-        *("fingerprint", "kernels", "dispatch", "files", "evidence"),
-    }
-)
+FIELDS: Mapping[str, type] = {
+    **{name: int for name in ("format", "abi")},
+    **{name: str for name in ("name", "version", "pagegen", "created", "target")},
+    **{name: dict for name in ("spec", "fingerprint", "kernels", "dispatch", "files", "evidence")},
+}
+KERNEL_FIELDS: Mapping[str, type | UnionType] = {
+    **{name: str for name in ("op", "language", "template", "key", "source")},
+    "config": dict,
+    "binary": str | None,
+}
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -54,10 +59,27 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             f"package {folder.name} has format {version!r}, this code reads format {FORMAT}; "
             "make the package again with `pagegen tune`, or use the pagegen that wrote it"
         )
-    missing = sorted(FIELDS - manifest.keys())
-    if missing:
-        raise PackageError(f"{folder / MANIFEST} lacks {missing[0]!r}; make the package again with `pagegen tune`")
+    fault = _fault(manifest)
+    if fault:
+        raise PackageError(f"{folder / MANIFEST} is damaged ({fault}); make the package again with `pagegen tune`")
     return cast(dict[str, Any], manifest)
+
+
+def _fault(manifest: Mapping[str, Any]) -> str | None:
+    """What in a manifest is not as format 1 has it; the spec and the dispatch tables are left to their own readers."""
+    for name, kind in FIELDS.items():
+        if not isinstance(manifest.get(name), kind):
+            return f"{name!r} is missing or is no {kind.__name__}"
+    for name in ("hardware", "toolchain"):
+        if not isinstance(manifest["fingerprint"].get(name), dict):
+            return f"fingerprint has no {name!r}"
+    for name, entry in manifest["kernels"].items():
+        wrong = [field for field, kind in KERNEL_FIELDS.items() if not isinstance(entry, dict) or not isinstance(entry.get(field), kind)]
+        if wrong:
+            return f"kernel {name!r}: {wrong[0]!r} is missing or of another type"
+        if entry["op"] not in set(Op) or entry["language"] not in ("cpp", "triton"):
+            return f"kernel {name!r}: op {entry['op']!r} in {entry['language']!r} is not known"
+    return None
 
 
 def toolchain(target: Target) -> dict[str, Any]:
@@ -114,9 +136,19 @@ class PackagedKernels:
         self.name: str = self.manifest["name"]
         self.spec = KernelSpec.from_dict(self.manifest["spec"])
         self.target = parse_target(self.manifest["target"])
-        self.dispatch = {op: DispatchTable.from_dict(self.manifest["dispatch"][op.value]) for op in Op}
+        self.dispatch = {op: self._table(op) for op in Op}
         self._lock = threading.Lock()
         self._loaded: dict[str, Attend | WriteKV | CopyBlocks] | None = None
+
+    def _table(self, op: Op) -> DispatchTable:
+        table, kernels = DispatchTable.from_dict(self.manifest["dispatch"].get(op.value, {})), self.manifest["kernels"]
+        for name in (table.fallback, *(row.kernel for row in table.rows)):
+            if not isinstance(name, str) or name not in kernels or kernels[name]["op"] != op.value:
+                raise PackageError(
+                    f"package {self.name}: the dispatch table of {op.value} names {name!r}, which is not among its kernels; "
+                    "make the package again with `pagegen tune`"
+                )
+        return table
 
     @property
     def device(self) -> str:

@@ -391,7 +391,7 @@ def verify_package(path: str | Path) -> list[str]:
         except PagegenError as error:
             problems.append(f"{name}: does not render again ({error})")
             continue
-        if (folder / entry["source"]).exists() and (folder / entry["source"]).read_text() != text:
+        if (folder / entry["source"]).exists() and (folder / entry["source"]).read_bytes() != text.encode():
             problems.append(
                 f"{entry['source']}: pagegen {__version__} renders other text from the same spec and config "
                 f"(the package was written by {manifest['pagegen']})"

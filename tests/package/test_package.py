@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -15,9 +16,9 @@ import torch
 
 from pagegen import cli
 from pagegen.check.compare import check_kernels
-from pagegen.errors import KernelError, PackageError
+from pagegen.errors import KernelError, PackageError, PagegenError
 from pagegen.kernel import PagedKernels, allocate_cache
-from pagegen.loader import read_manifest
+from pagegen.loader import FIELDS, KERNEL_FIELDS, PackagedKernels, read_manifest
 from pagegen.package import find_package, install_package, load_package, package_name, verify_package, write_package
 from pagegen.records import DispatchRow, DispatchTable
 from pagegen.spec import Op, Phase, parse_slug
@@ -91,8 +92,6 @@ def test_packages_are_loaded_side_by_side_and_each_once(original: Path, marked_p
 
 
 def test_threads_may_race_for_the_first_call(package: Path) -> None:
-    from pagegen.loader import PackagedKernels
-
     kernels, failures = PackagedKernels(package), []
 
     def run() -> None:
@@ -177,13 +176,33 @@ def test_a_folder_that_is_no_package_is_refused(tmp_path: Path) -> None:
         ('{"format": 1, "ab', "damaged"),
         ("[]", "format None"),
         ('{"format": 2}', "format 2, this code reads format 1"),
-        ('{"format": 1}', "lacks 'abi'"),
+        ('{"format": 1}', "'abi' is missing"),
     ],
 )
 def test_a_manifest_that_cannot_be_read_is_refused(text: str, message: str, package: Path) -> None:
     (package / "manifest.json").write_text(text)
     with pytest.raises(PackageError, match=message):
         load_package(package)
+
+
+@pytest.mark.parametrize("value", [None, 7, "x", [], {}, {"attend": None}], ids=repr)
+def test_nothing_that_a_manifest_may_hold_ends_in_a_traceback(value: Any, package: Path) -> None:
+    manifest = (package / "manifest.json").read_text()
+    words = ["kernels attend_1", "dispatch attend", "dispatch attend fallback", "fingerprint hardware", "spec layout"]
+    words += [*FIELDS, *(f"kernels attend_1 {name}" for name in KERNEL_FIELDS)]
+    for *outer, last in map(str.split, words):
+
+        def replace(manifest: dict[str, Any], outer: list[str] = outer, last: str = last) -> None:
+            for name in outer:
+                manifest = manifest[name]
+            manifest[last] = value
+
+        edit_manifest(package, replace)
+        with contextlib.suppress(PagegenError):
+            load_package(package)
+        with contextlib.suppress(PagegenError):
+            verify_package(package)
+        (package / "manifest.json").write_text(manifest)
 
 
 def test_an_unknown_c_abi_is_refused(package: Path) -> None:

@@ -82,15 +82,15 @@ def test_a_wrong_request_is_one_line_and_status_2(package: Path, tmp_path: Path)
     assert "made for other hardware" in refused and "SEQSxQUERY@CONTEXT" in malformed
 
 
-def test_pip_installs_it_without_a_network(original: Path, tmp_path: Path) -> None:
-    before, site = tree(original), tmp_path / "site"
+def test_pip_installs_it_without_a_network(package: Path, tmp_path: Path) -> None:
+    before, site = tree(package), tmp_path / "site"
     pip = [sys.executable, "-m", "pip", "install", "--no-index", "--no-deps", "--no-cache-dir", "--quiet"]
     result = subprocess.run(
-        [*pip, "--disable-pip-version-check", "--target", str(site), str(original)], capture_output=True, text=True, check=False
+        [*pip, "--disable-pip-version-check", "--target", str(site), str(package)], capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, result.stderr
-    assert tree(original) == before
-    installed = site / original.name
+    assert tree(package) == before
+    installed = site / package.name
     metadata = next(site.glob("*.dist-info")) / "METADATA"
     assert "Requires-Dist: torch" in metadata.read_text()
     for path in (installed, *installed.rglob("*")):

@@ -79,11 +79,12 @@ def _no_knobs(spec: KernelSpec, target: Target) -> ConfigSpace:
 def _triton_tiles(spec: KernelSpec, target: Target) -> tuple[int, int, int]:
     """(tile_q, tile_kv, num_stages) that spill no register and fit into shared memory; seen by `pagegen compile`."""
     widest = max(spec.head_dim, spec.dim_v)
+    rdna = target.kind == "hip" and target.warp_size == 32
     if widest > 128 or spec.dtype.itemsize == 4:
-        return 16, 32, 1 if target.shared_memory < 128 * 1024 else 2
+        return 16, 16 if rdna or spec.dtype.itemsize == 4 else 32, 1 if rdna else 2
     if widest <= 64 or target.arch in ("sm_90", "sm_100") or target.warp_size == 64:
         return 64, 64, 2  # accumulators of 64 x 128 beside the addresses: Hopper and CDNA have the room
-    return (64, 32, 3) if target.kind == "cuda" else (32, 32, 1)
+    return (32, 32, 1) if rdna else (64, 32, 3)
 
 
 def _triton_attend_space(spec: KernelSpec, target: Target) -> ConfigSpace:

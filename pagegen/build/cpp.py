@@ -133,7 +133,10 @@ def file_sha256(path: Path) -> str:
 
 
 def _build(product: _Product, text: str, target: Target, folder: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".build-") as name:
+    unfinished = f".build-{folder.name}-"
+    for stale in folder.parent.glob(f"{unfinished}*"):  # of a killed builder: this one holds the key's lock
+        shutil.rmtree(stale, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=unfinished) as name:
         work = Path(name) / "entry"
         work.mkdir()
         (work / product.source).write_text(text)

@@ -141,6 +141,7 @@ def test_a_killed_builder_leaves_no_lock(stub: Path, cache: Path) -> None:
     library = cpp.compile_library("killed", SCALAR)
     assert time.monotonic() - begin < 10
     assert len(library.read_bytes()) == 4000 and compiles(stub) == 2
+    assert not list(cache.glob("kernels/.*"))  # what the dead one left is gone
 
 
 def _build_all(rounds: int, umask: int, barrier: Barrier, results: multiprocessing.Queue[list[str]]) -> None:
@@ -213,6 +214,14 @@ def test_a_cache_that_cannot_be_used_names_the_setting(place: str, tmp_path: Pat
     }
     monkeypatch.setenv("PAGEGEN_CACHE", str(paths[place]))
     with pytest.raises(ConfigError, match="set PAGEGEN_CACHE"):
+        cpp.compile_library("x", SCALAR)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder away")
+def test_a_cache_of_another_user_is_refused(cache: Path) -> None:
+    cache.mkdir(mode=0o700)
+    os.chown(cache, 12345, -1)
+    with pytest.raises(ConfigError, match=r"not yours alone \(owner 12345.*set PAGEGEN_CACHE"):
         cpp.compile_library("x", SCALAR)
 
 

@@ -19,7 +19,7 @@ from pagegen.target import parse_target
 from tests.package.conftest import edit_manifest
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "package-format-1"
-MANIFEST_SHA256 = "81af8dab75c027adf34d912e8ea712e6101b78858f24428e4bd1bd02144d0896"
+MANIFEST_SHA256 = "7788b4336da5f299077cb7a8ffb8e7d3c57b5d84d5360fcde32a3377d94ceadf"
 
 
 @pytest.fixture

@@ -50,13 +50,13 @@ def find_kernels(spec: KernelSpec, package: Path | None = None) -> tuple[PagedKe
     if package is not None:
         named = load_package(package)
         _require_fit(named, spec)
-        return named, f"kernels: package {package}, {named.spec.slug} on {named.target.name}"
+        return named, f"package {package}, {named.spec.slug} on {named.target.name}"
     found = find_package(spec.replace(layout=None), best_cpu())
     if found is not None:
         cached = load_package(found)
-        return cached, f"kernels: package {found.name} of the cache, {cached.spec.slug} on {cached.target.name}"
+        return cached, f"package {found.name} of the cache, {cached.spec.slug} on {cached.target.name}"
     return default_kernels(spec), (
-        f"kernels: default config, {spec.slug} on {best_cpu().name}; `pagegen tune {spec.slug}` makes faster ones"
+        f"default config, {spec.slug} on {best_cpu().name}; `pagegen tune {spec.slug}` makes faster ones"
     )
 
 

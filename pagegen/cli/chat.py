@@ -34,7 +34,7 @@ def command(
 
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
     llm = load(model, kernels=kernels, dtype=dtype, num_blocks=kv_blocks)
-    note(llm.message)
+    note(f"kernels: {llm.message}")
     note("/new forgets the conversation, ctrl-C ends an answer, ctrl-D the chat")
     opening = [{"role": "system", "content": system}] if system else []
     messages = list(opening)

@@ -31,6 +31,7 @@ EXAMPLE = "pagegen generate smollm2-135m --chat 'Who are you?' --max-tokens 64"
 class Job:
     """A prompt that can be run, or `error`: why it cannot. Stands in its place among the outputs."""
 
+    where: str = ""  # goes before the errors of this job
     prompt_token_ids: list[int] = dataclasses.field(default_factory=list)
     params: SamplingParams | None = None
     error: str | None = None
@@ -89,13 +90,14 @@ def command(
     )
     lines = _lines(input) if input is not None else []
     llm = load(model, kernels=kernels, dtype=dtype, num_blocks=kv_blocks)
+    note(f"kernels: {llm.message}")
     if input is not None:
         jobs = [parse_line(number, line, defaults, llm.tokenizer) for number, line in lines]
     else:
         values = {"prompt": prompt} if prompt is not None else {"messages": [{"role": "user", "content": chat}]}
-        jobs = [Job(_encode(values, llm.tokenizer), defaults)]
+        jobs = [Job("", _encode(values, llm.tokenizer), defaults)]
     run = run_jobs(llm.engine, jobs)
-    if len(jobs) == 1 and run.errors and input is None:
+    if input is None and run.errors and run.outputs[0] is None:  # refused, not failed
         raise RequestError(run.errors[0])
     report(llm.name, llm.message, llm.engine, run, json)
     if run.interrupted:
@@ -126,7 +128,7 @@ def parse_line(number: int, line: str, defaults: SamplingParams, tokenizer: Toke
             raise RequestError("it is not an object with prompt, prompt_token_ids or messages")
         known = {field.name for field in dataclasses.fields(defaults)}
         changes = {name: values.pop(name) for name in known & values.keys()}
-        return Job(_encode(values, tokenizer), dataclasses.replace(defaults, **changes))
+        return Job(f"line {number}: ", _encode(values, tokenizer), dataclasses.replace(defaults, **changes))
     except (ValueError, RecursionError, PagegenError) as error:
         return Job(error=f"line {number}: {error}")
 
@@ -135,10 +137,11 @@ _SOURCES = {"prompt": "text", "prompt_token_ids": "list of token ids", "messages
 
 
 def _encode(values: dict[str, Any], tokenizer: Tokenizer) -> list[int]:
-    if len(values) != 1 or not values.keys() <= _SOURCES.keys():
-        found = ", ".join(sorted(values)) or "none"
-        raise RequestError(f"fields {found}: exactly one of prompt, prompt_token_ids, messages, and sampling options, are allowed")
-    (name, value) = next(iter(values.items()))
+    for name in values.keys() - _SOURCES.keys():
+        raise RequestError(f"field {name!r} is not known; allowed: {', '.join(_SOURCES)} and the sampling options", name)
+    if len(values) != 1:
+        raise RequestError(f"it has {len(values)} of {', '.join(_SOURCES)}; exactly one is allowed")
+    ((name, value),) = values.items()
     if name == "prompt" and isinstance(value, str):
         return tokenizer.encode(value)
     if name == "prompt_token_ids" and isinstance(value, list) and all(type(token) is int for token in value):
@@ -163,7 +166,7 @@ def run_jobs(engine: Engine, jobs: Sequence[Job]) -> Run:
             try:
                 engine.add_request(str(index), job.prompt_token_ids, job.params)
             except RequestError as error:
-                run.errors[index] = str(error)
+                run.errors[index] = f"{job.where}{error}"
     begin = time.perf_counter()
     finished, tokens = 0, 0
     try:
@@ -246,7 +249,7 @@ def output_row(index: int, output: RequestOutput | None, error: str | None) -> d
         "prompt_token_ids": list(output.prompt_token_ids) if output else [],
         "text": output.text if output else "",
         "token_ids": list(output.token_ids) if output else [],
-        "finish_reason": output.finish_reason if output else None,
+        "finish_reason": "error" if error else output.finish_reason if output else None,
         "logprobs": _logprobs(output.logprobs if output else None),
         "prompt_logprobs": _logprobs(output.prompt_logprobs if output else None),
         "error": error,

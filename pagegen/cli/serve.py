@@ -58,7 +58,7 @@ def command(
         kv_cache_bytes=parse_size(kv_cache_memory, "--kv-cache-memory"),
         num_blocks=kv_blocks,
     )
-    note(llm.message)
+    note(f"kernels: {llm.message}")
     pool = llm.engine.block_manager.num_blocks * llm.engine.kernels.spec.block_size  # tokens that fit the KV cache
     served = ServedModel(served_model_name or llm.name, llm.tokenizer, min(llm.engine.max_model_len, pool))
     listener = listen(host, port)

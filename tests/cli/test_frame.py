@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import os
 import subprocess
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import pagegen
-from pagegen.cli import COMMANDS, Command, main, subcommands
+from pagegen.cli import COMMANDS, main, subcommands
 from pagegen.errors import BuildError, ConfigError
 from tests.cli.helpers import run
 
@@ -42,13 +41,6 @@ def test_every_command_has_help_with_an_example(words: tuple[str, ...]) -> None:
     result = run(*words, "--help")
     assert result.status == 0
     assert f"Example: pagegen {' '.join(words)}" in " ".join(result.stdout.split())
-
-
-@pytest.mark.parametrize("row", COMMANDS, ids=lambda row: row.name)
-def test_the_summary_is_the_commands_own(row: Command) -> None:
-    module = importlib.import_module(f"pagegen.cli.{row.module}")
-    if hasattr(module, "command"):
-        assert (inspect.getdoc(module.command) or "").splitlines()[0] == row.summary
 
 
 def test_help_imports_neither_torch_nor_jinja() -> None:

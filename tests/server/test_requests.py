@@ -61,7 +61,8 @@ def test_a_bad_value_is_400_and_names_its_field(server: Live, path: str, field: 
 
 BAD_COMPLETIONS: list[tuple[str, Any]] = [
     *[("prompt", value) for value in ("", [], [""], ["a", ""], [[]], [[1], []], 5, None, {}, ["a", 5], [1, "a"], [1.5])],
-    *[("prompt", value) for value in ([True], [-1], [300], ["a"] * 10000, "\ud800")],
+    *[("prompt", value) for value in ([True], [-1], [300], ["a"] * 10000)],
+    ("prompt", "\ud800"),
     *[("logprobs", value) for value in (-1, 21, "2", True)],
     ("echo", True),
     ("best_of", 2),

@@ -5,6 +5,7 @@ Vendored into every kernel package. Importing it costs no torch; `detect_gpu` im
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import functools
 import hashlib
@@ -184,10 +185,25 @@ def detect() -> Hardware:
         device=_first(r"^model name\s*:\s*(.*)$", info) or platform.machine(),
         isa=isa if platform.system() == "Linux" else (),
         cores=os.cpu_count() or 1,
-        affinity=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        affinity=_affinity(),
         quota=cpu_quota(),
         caches=_caches(Path("/sys/devices/system/cpu/cpu0/cache")),
     )
+
+
+def _affinity() -> int:
+    """Cores that this process may use.
+
+    With OMP_PROC_BIND or GOMP_CPU_AFFINITY set, loading libgomp (as torch does) pins the calling thread to one core, and
+    then only libgomp knows how many there are.
+    """
+    if not hasattr(os, "sched_getaffinity"):
+        return os.cpu_count() or 1
+    own = len(os.sched_getaffinity(0))
+    try:
+        return max(own, int(ctypes.CDLL("libgomp.so.1", mode=os.RTLD_NOLOAD).omp_get_num_procs()))
+    except OSError:  # not loaded: nothing was pinned
+        return own
 
 
 def cpu_quota(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float | None:

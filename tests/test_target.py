@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -111,6 +114,13 @@ def test_detect_describes_a_machine_that_can_be() -> None:
 )
 def test_threads_are_cut_by_affinity_and_quota(affinity: int, quota: float | None, threads: int) -> None:
     assert machine(affinity=affinity, quota=quota).threads == threads
+
+
+@pytest.mark.parametrize("binding", [{}, {"OMP_PROC_BIND": "true"}, {"GOMP_CPU_AFFINITY": "0-1023"}])
+def test_threads_pinned_by_openmp_still_count_as_cores(binding: dict[str, str]) -> None:
+    script = "import os, torch; from pagegen.target import detect; print(detect().affinity)"
+    run = subprocess.run([sys.executable, "-c", script], env=os.environ | binding, capture_output=True, text=True, check=True)
+    assert int(run.stdout) == len(os.sched_getaffinity(0)), "or a package tuned with pinned threads is refused without"
 
 
 def test_instruction_sets_are_read_from_cpuinfo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,13 +115,13 @@ class DispatchTable:
 
 
 def phase_of(num_tokens: int, num_seqs: int, max_query_len: int | None) -> Phase:
-    """DECODE if every sequence has one row, PREFILL if none is known to, else MIXED.
+    """DECODE if no sequence has more than one row; MIXED if most but the longest have one; else PREFILL.
 
-    From counts alone: rows == sequences with a longest query of 1 is decode; a longest query whose length accounts for
-    all rows is a single prefill.
+    From counts alone: the longest query's rows are set aside, and the others are decoding if they have less than two
+    rows each on average. Without `max_query_len`, rows beyond one a sequence are taken to be one sequence's.
     """
     if max_query_len is None:
-        max_query_len = 1 if num_tokens <= num_seqs else num_tokens
+        max_query_len = max(0, num_tokens - num_seqs) + 1
     if max_query_len <= 1:
         return Phase.DECODE
-    return Phase.PREFILL if num_tokens >= 2 * num_seqs else Phase.MIXED
+    return Phase.MIXED if num_tokens - max_query_len < 2 * (num_seqs - 1) else Phase.PREFILL

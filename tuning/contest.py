@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -94,14 +95,23 @@ def bench(
     return rows
 
 
+def noise(rows: Sequence[Row]) -> float:
+    """How wide the intervals of the rows' times are, relative to the times: half-widths, the median row."""
+    return statistics.median((row.seconds.high - row.seconds.low) / 2 / row.seconds.median for row in rows)
+
+
 def table(rows: Sequence[Row], *, intervals: bool = False) -> tuple[list[str], list[list[str]]]:
-    """(columns, cells): a line a batch, the anchor's time and rates, then every other contender's ratio to it."""
+    """(columns, cells): a line a batch, the anchor's time and rates, then every other contender's ratio to it.
+
+    Words are parted by spaces, where a narrow terminal may break the line.
+    """
     names = list(dict.fromkeys(row.name for row in rows))
-    columns = ["phase", "batch", f"{names[0]} us", "GB/s", "GFLOP/s", *names[1:]]
+    columns = ["batch", f"{names[0]} us", "GB/s", "GFLOP/s", *(name.replace("_", " ") for name in names[1:])]
     lines: dict[tuple[Phase, str], list[str]] = {}
     for row in rows:
         if row.name == names[0]:
-            cells = [row.phase.value, row.point, f"{row.seconds.median * 1e6:.1f}", f"{row.gbs:.1f}", f"{row.gflops:.1f}"]
+            micro = row.seconds.median * 1e6
+            cells = [row.point.replace("+", " + "), f"{micro:.{0 if micro >= 100 else 1}f}", f"{row.gbs:.1f}", f"{row.gflops:.1f}"]
             lines[row.phase, row.point] = cells
         else:
             interval = f" [{row.ratio.low:.2f}, {row.ratio.high:.2f}]" if intervals else ""

@@ -22,7 +22,7 @@ from pagegen.render import render
 from pagegen.space import Config
 from pagegen.spec import KernelSpec, Op, Phase, parse_slug
 from pagegen.target import Target, parse_target, require_present
-from pagegen.tuning.contest import Row, overall, rows_of, typical
+from pagegen.tuning.contest import Row, noise, overall, rows_of, typical
 from pagegen.tuning.evaluate import Evaluator, preset
 from pagegen.tuning.measure import Interval
 from pagegen.tuning.report import write_report
@@ -129,6 +129,7 @@ def tune(
         "trials": tried,
         "counts": {status.value: counts[status] for status in Status},
         "winner": [winner.to_dict() for winner in winners],
+        "noise": noise(rows),
         "rows": [row.to_dict() for row in rows],
     }
     package = _write_package(folder / "package", spec, where, evaluator.default, winners, document)

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from pagegen.tuning.job import TuneResult
     from pagegen.tuning.search import Progress
 
+NOISY = 0.1  # above this share of the time, intervals hide what a config can gain
+
 EXAMPLE = "pagegen tune --model smollm2-135m --trials 40"
 
 
@@ -92,6 +94,11 @@ def show(result: TuneResult) -> None:
     print_table("time of default and torch over the winner's", *table(result.rows))
     trials, counts = result.document["trials"], result.document["counts"]
     note(f"trials: {', '.join(f'{count} {name}' for name, count in trials.items())}; " + _statuses(counts))
+    if result.document["noise"] > NOISY:
+        note(
+            f"the machine was busy: times are known to within {result.document['noise']:.0%} only, and small gains were not "
+            "believed; when it is quiet, start afresh with --study NAME"
+        )
     note(f"package: {result.package} (installed: generate, chat and serve find it)\nreport:  {result.report}")
 
 

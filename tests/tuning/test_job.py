@@ -55,7 +55,7 @@ def test_a_run_ends_with_a_package_and_a_record_that_adds_up(tmp_path: Path) -> 
     assert all(Evaluation.from_dict(line).environment["hardware"] for line in lines)
     assert json.loads((folder / "tune.json").read_text()) == json.loads(json.dumps(document))
     report = result.report.read_text()
-    assert "sdpa_folded" in report and "4 |" not in report.splitlines()[0] and "PASSED" in report
+    assert "sdpa folded" in report and "PASSED" in report
     loaded = load_package(result.package)
     assert check_kernels(loaded).passed
     rows = DispatchTable.from_dict(loaded.manifest["dispatch"]["attend"])

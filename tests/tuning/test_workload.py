@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagegen.errors import ConfigError
+from pagegen.records import phase_of
 from pagegen.spec import DType, KernelSpec, Phase
 from pagegen.tuning.workload import Inputs, Point, Pool, Workload, cold_bytes
 
@@ -74,6 +75,13 @@ def test_presets_read_back_and_hold_batches_of_their_phase(phase: Phase) -> None
     for point in workload.points:
         decoding = [rows == 1 for rows in point.query_lens]
         assert all(decoding) if phase is Phase.DECODE else not any(decoding) if phase is Phase.PREFILL else len(set(decoding)) == 2
+
+
+@pytest.mark.parametrize("phase", Phase)
+def test_what_a_bucket_is_tuned_for_is_what_its_kernel_is_given(phase: Phase) -> None:
+    path = Path(__file__).parents[2] / "tuning" / "presets" / f"{phase}.yaml"
+    for point in Workload.from_dict(yaml.safe_load(path.read_text())).points:
+        assert phase_of(sum(point.query_lens), len(point.query_lens), max(point.query_lens)) is phase
 
 
 @pytest.mark.parametrize(

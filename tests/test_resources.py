@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from pagegen import resources
 from pagegen.errors import BuildError
 from pagegen.resources import cpu_resources, gpu_resources, occupancy
 from pagegen.target import parse_target
@@ -67,7 +66,7 @@ def test_a_damaged_cubin_is_refused_in_one_line() -> None:
 
 
 def test_a_missing_tool_is_named_with_its_source(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resources.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setenv("PATH", "")
     with pytest.raises(BuildError, match="no cuobjdump: it comes with triton"):
         gpu_resources(SM_80, b"", "", num_warps=4, shared_memory=0)

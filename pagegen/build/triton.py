@@ -11,6 +11,7 @@ import functools
 import importlib.util
 import os
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from types import ModuleType, TracebackType
@@ -147,7 +148,8 @@ TRITON_KERNELS: dict[Op, type[TritonAttend | TritonWriteKV | TritonCopyBlocks]] 
 class Interpreter:
     """A worker process that runs generated modules under Triton's interpreter, on CPU tensors.
 
-    Kernels that it loads raise CheckError with the worker's last line when a kernel fails there.
+    Kernels that it loads raise CheckError with the worker's last line when a kernel fails there. Triton 3.6 interprets
+    with numpy below 2.4 only.
     """
 
     def __init__(self) -> None:
@@ -195,6 +197,7 @@ class Interpreter:
 def _interpret(connection: Any) -> None:
     os.environ["TRITON_INTERPRET"] = "1"  # before triton's first import, and in this process only
     torch.set_num_threads(1)
+    warnings.simplefilter("ignore", RuntimeWarning)  # numpy's, about infinities and NaN, which are meant
     modules: dict[str, ModuleType] = {}
     while True:
         try:

@@ -1,0 +1,63 @@
+"""Claims about `pagegen compile`: rows for absent targets, and exit statuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from .helpers import run
+
+SPEC = "fp16-d16-h2x1-b16-NHD"
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGEGEN_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.mark.triton
+def test_rows_state_what_every_binary_uses() -> None:
+    result = run("compile", SPEC, "--target", "cuda:sm_90,hip:gfx942", "--op", "write_kv", "--op", "copy_blocks", "--json")
+    rows = result.document["rows"]
+    assert result.status == 0
+    assert [(row["target"], row["kernel"]) for row in rows] == [
+        (target, op) for target in ("cuda:sm_90", "hip:gfx942") for op in ("write_kv", "copy_blocks")
+    ]
+    for row in rows:
+        assert row["error"] is None and row["spills"] == 0 and row["registers"] > 0 and 0 < row["occupancy"] <= 1
+        assert row["instructions"]["load"] > 0 and row["spec"] == SPEC
+
+
+@pytest.mark.triton
+def test_people_get_a_table_a_target() -> None:
+    result = run("compile", SPEC, "--target", "cuda:sm_80", "--op", "write_kv")
+    assert result.status == 0 and f"{SPEC} on cuda:sm_80" in result.stdout and "write_kv" in result.stdout
+
+
+@pytest.mark.compiler
+def test_a_cpu_library_has_an_instruction_mix_and_no_registers() -> None:
+    result = run("compile", SPEC, "--target", "cpu:avx2", "--op", "write_kv", "--json")
+    (row,) = result.document["rows"]
+    assert result.status == 0 and row["registers"] is None and row["kernel"] == "write_kv"
+
+
+def test_a_target_that_does_not_compile_is_a_row_and_the_answer_no(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGEGEN_CXX", "no-such-compiler")
+    result = run("compile", SPEC, "--target", "cpu:avx2", "--op", "write_kv", "--json")
+    (row,) = result.document["rows"]
+    assert result.status == 1 and "no C++ compiler" in row["error"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("compile", SPEC, "--all"), "leave out SPEC"),
+        (("compile", SPEC, "--target", "cuda:sm_1"), "target 'cuda:sm_1' is not known"),
+        (("compile", SPEC, "--target", "cuda:sm_90", "--set", "tile_kv=7"), "knob tile_kv='7' is not allowed"),
+        (("compile",), "name one spec"),
+    ],
+)
+def test_a_wrong_request_is_one_line(words: tuple[str, ...], message: str) -> None:
+    result = run(*words)
+    assert result.status == 2 and message in result.stderr and result.stderr.count("\n") == 1

@@ -9,22 +9,31 @@ from typing import Any
 import pytest
 
 from pagegen.runtime.engine import RequestOutput
+from pagegen.runtime.launcher import default_kernels
 from pagegen.runtime.llm import LLM
 from pagegen.runtime.sampling_params import SamplingParams
+from pagegen.runtime.weights.resolve import resolve_model
+from pagegen.spec import DType
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.model, pytest.mark.compiler]
 
 CASES: list[dict[str, Any]] = json.loads((Path(__file__).parents[1] / "golden" / "smollm2_reference.json").read_text())["cases"]
 
 
+def load(dtype: DType) -> LLM:
+    """On default kernels built here, whatever packages this user has."""
+    kernels = default_kernels(resolve_model("smollm2-135m").config.kernel_spec(dtype))
+    return LLM("smollm2-135m", kernels=kernels, dtype=dtype, kv_cache_bytes=2**28)
+
+
 @pytest.fixture(scope="module")
 def fp32() -> LLM:
-    return LLM("smollm2-135m", dtype="fp32", kv_cache_bytes=2**28)
+    return load(DType.FP32)
 
 
 @pytest.fixture(scope="module")
 def bf16() -> LLM:
-    return LLM("smollm2-135m", dtype="bf16", kv_cache_bytes=2**28)
+    return load(DType.BF16)
 
 
 def test_fp32_gives_transformers_tokens_and_logprobs(fp32: LLM) -> None:
@@ -53,7 +62,7 @@ def test_a_chat_gives_the_references_prompt_and_answer(fp32: LLM) -> None:
 def test_sixteen_concurrent_requests_give_the_tokens_that_each_gives_alone(fp32: LLM) -> None:
     tokens = [token for case in CASES for token in case["prompt_ids"] + case["greedy_ids"]]
     prompts = [tokens[7 * i : 7 * i + length] for i, length in enumerate((1, 2, 15, 16, 17, 31, 33, 3, 48, 5, 64, 7, 100, 9, 11, 13))]
-    params = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True, logprobs=2)
+    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, logprobs=2)
     alone = [fp32.generate([prompt], params)[0] for prompt in prompts]
     together = fp32.generate(prompts, params)
     mismatches = [i for i, (mine, theirs) in enumerate(zip(together, alone, strict=True)) if mine.token_ids != theirs.token_ids]

@@ -1,6 +1,6 @@
 """A tuner with a fake evaluator, run as a process of its own so that tests can kill it.
 
-`python -m tests.tuning.fake_tune JOURNAL TOTAL SECONDS` prints `begin CONFIG` and `end CONFIG` as it goes.
+`python -m tests.tuning.fake_tune STORAGE TOTAL SECONDS` prints `begin CONFIG` and `end CONFIG` as it goes.
 """
 
 import sys
@@ -26,7 +26,7 @@ def score(config: Config) -> Evaluation:
     return Evaluation(Status.PASSED, values, score=1.0 + away)
 
 
-def main(journal: Path, total: int, seconds: float) -> None:
+def main(storage: str, total: int, seconds: float) -> None:
     """Runs `total` trials of `seconds` each."""
 
     def evaluate(config: Config) -> Evaluation:
@@ -35,10 +35,10 @@ def main(journal: Path, total: int, seconds: float) -> None:
         print(f"end {config.slug}", flush=True)
         return score(config)
 
-    study = BucketStudy(open_storage(str(journal), journal.parent), "fake", SPACE, {}, total=total)
+    study = BucketStudy(open_storage(storage, Path.cwd()), "fake", SPACE, {}, total=total)
     search({"only": study}, {"only": evaluate})
     study.close()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))
+    main(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]))

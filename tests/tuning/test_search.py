@@ -51,8 +51,8 @@ def counts(study: BucketStudy) -> Counter[str]:
     return Counter(found.status.value for _, found in study.evaluations)
 
 
-def start_tuner(journal: Path, total: int, seconds: float) -> subprocess.Popen[str]:
-    words = [sys.executable, "-m", "tests.tuning.fake_tune", str(journal), str(total), str(seconds)]
+def start_tuner(storage: Path | str, total: int, seconds: float) -> subprocess.Popen[str]:
+    words = [sys.executable, "-m", "tests.tuning.fake_tune", str(storage), str(total), str(seconds)]
     return subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=ROOT)
 
 
@@ -68,7 +68,9 @@ def test_the_search_finds_the_bottom_of_a_bowl(storage: Storage) -> None:
     assert best.score is not None and best.score <= 1.25
 
 
-def test_a_total_counts_over_resumes(storage: Storage) -> None:
+@pytest.mark.parametrize("kind", ["journal", "sqlite"])
+def test_a_total_counts_over_resumes(tmp_path: Path, kind: str) -> None:
+    storage = open_storage(f"sqlite:///{tmp_path}/trials.db" if kind == "sqlite" else None, tmp_path)
     assert run(storage, 7).resumed == 0
     again = run(storage, 10)
     assert (again.resumed, len(again.evaluations)) == (7, 10)
@@ -266,4 +268,18 @@ def test_two_processes_on_one_journal_make_the_total_together(tmp_path: Path) ->
     numbers = [number for number, _ in study.evaluations]
     assert len(numbers) == len(set(numbers)) == 20 and study.lost == 0
     assert study.ranked()[0].score == min(found.score for _, found in study.evaluations if found.score is not None)
+    study.close()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["journal", "sqlite"])
+def test_eight_processes_open_one_new_storage_at_once(tmp_path: Path, kind: str) -> None:
+    url = f"sqlite:///{tmp_path}/trials.db" if kind == "sqlite" else str(tmp_path / "journal.log")
+    tuners = [start_tuner(url, 40, 0.005) for _ in range(8)]
+    lines = [line for tuner in tuners for line in tuner.communicate(timeout=280)[0].splitlines()]
+    assert {tuner.returncode for tuner in tuners} == {0}
+    begun = [line for line in lines if line.startswith("begin")]
+    assert len(begun) == len(set(begun)) == 40
+    study = BucketStudy(open_storage(url, tmp_path), "fake", SPACE, {}, total=40)
+    assert len(study.evaluations) == 40 and study.lost == 0
     study.close()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import ast
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -242,3 +243,43 @@ def test_tritons_cache_lies_in_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     compile_for(source(parse_slug("bf16-d64-h8x2-b16-NHD")[0], Op.WRITE_KV))
     assert list((tmp_path / "kernels/triton").rglob("write_kv.cubin"))
     assert os.environ.get("TRITON_CACHE_DIR") == before and backend.toolchain()["triton"]
+
+
+@pytest.mark.parametrize("op", list(Op))
+def test_what_is_compiled_is_what_triton_would_compile_on_the_device(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's own launcher, under a driver that only names a GPU, comes to the same binaries."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime.jit import JITFunction
+
+    class Driver:
+        get_current_device = staticmethod(lambda: 0)
+        get_current_stream = staticmethod(lambda device: 0)
+        get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
+
+    spec = parse_slug("fp16-d16-h4x2-b3-HDN2_HDN")[0]
+    made = source(spec, op)
+    ours = {kernel.binary for kernel in compile_for(made)}
+    launched: list[bytes] = []
+
+    def warm_up(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
+        def run(*arguments: Any, **keywords: Any) -> None:
+            launched.append(kernel.warmup(*arguments, grid=grid, **keywords).asm["cubin"])
+
+        return run
+
+    monkeypatch.setattr(JITFunction, "__getitem__", warm_up)
+    monkeypatch.setattr(triton.runtime.driver, "_active", Driver())
+    module = backend._module(made.text, made.key)
+    with triton.knobs.cache.scope():
+        backend._keep_cache()
+        for _, arguments in backend._typical_calls(spec, op):
+            module.launch(*map(_on_host, arguments))
+    assert set(launched) == ours
+
+
+def _on_host(argument: Any) -> Any:
+    """A meta tensor with memory: Triton looks at its address."""
+    if not isinstance(argument, torch.Tensor):
+        return argument
+    return torch.empty_strided(argument.shape, argument.stride(), dtype=argument.dtype)

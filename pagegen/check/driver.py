@@ -34,19 +34,16 @@ from .suite import OUTPUTS, Case, Fault, Tensors, flat, materialise
 RUNS = 2  # of every case: on the workspace as it was left, and on a fresh one
 TIMEOUT = 60.0  # seconds for a whole suite; it takes well under one
 FAR_ELEMENTS = 1 << 32  # where the upper half of a far cache's blocks begins
+FAR_IDS = 1 << 13  # a far cache has so many blocks for each that is mapped: ids of 16 bits do not suffice
 WROTE_OUTSIDE, OUT_OF_RESOURCES = 1000, 71  # as in the driver
 
 ARGS: dict[Op, type[ctypes.Structure]] = {Op.ATTEND: AttendArgs, Op.WRITE_KV: WriteKVArgs, Op.COPY_BLOCKS: CopyBlocksArgs}
 
 
+@functools.cache
 def driver_text(op: Op, *, linked: bool = False) -> str:
     """The driver's C text; `linked` makes one to be linked with a kernel instead of opening a library."""
     return environment().get_template("cpp/driver.c.jinja").render(op=op.value, linked=linked)
-
-
-@functools.cache
-def _driver(op: Op, target: Target) -> Path:
-    return compile_program(driver_text(op), target)
 
 
 # --- cases to a file -------------------------------------------------------------------------------------------------
@@ -94,9 +91,13 @@ def prepare(cases: tuple[Case, ...]) -> PreparedCases:
 
 def _write_case(file: BinaryIO, case: Case) -> list[_Buffer]:
     tensors, kind = materialise(case), ARGS[case.op]
-    strides = {name: _far_stride(tensors[name]) if case.far else None for name in ("k_cache", "v_cache")}
     fields = _fields(case, tensors)
-    fields |= {f"{name[0]}_stride_block": stride for name, stride in strides.items() if stride is not None}
+    strides: dict[str, int] = {}
+    if case.far:
+        strides = {name: _far_stride(tensors[name]) for name in ("k_cache", "v_cache")}
+        fields |= {f"{name[0]}_stride_block": stride // FAR_IDS for name, stride in strides.items()}
+        fields |= {"num_blocks": tensors["k_cache"].shape[0] * FAR_IDS}
+        _spread_ids(case, tensors)
     size = ctypes.sizeof(kind) - 8 * (case.fault is Fault.ARGS_SIZE)
     args = bytes(kind(size=size, num_threads=case.threads, **fields))
     buffers = [_Buffer(name, tensor, name in OUTPUTS[case.op], strides.get(name)) for name, tensor in tensors.items()]
@@ -116,8 +117,22 @@ def _write_case(file: BinaryIO, case: Case) -> list[_Buffer]:
 
 
 def _far_stride(cache: torch.Tensor) -> int:
-    """Elements from block to block: whole pages, and the upper half of the blocks lies past FAR_ELEMENTS."""
+    """Elements from a mapped block to the next: whole pages, and the upper half of them lies past FAR_ELEMENTS."""
     return -(-FAR_ELEMENTS // max(1, cache.shape[0] // 2) // 65536) * 65536
+
+
+def _spread_ids(case: Case, tensors: Tensors) -> None:
+    """Renames block i to i * FAR_IDS wherever it is meant; what names no block stays."""
+    num_blocks, size = tensors["k_cache"].shape[0], case.spec.block_size
+    match case.op:
+        case Op.ATTEND:
+            table = tensors["block_table"]
+            table[(table >= 0) & (table < num_blocks)] *= FAR_IDS
+        case Op.WRITE_KV:
+            slots = tensors["slot_mapping"]
+            slots += torch.where(slots >= 0, slots // size * (FAR_IDS - 1) * size, 0)
+        case Op.COPY_BLOCKS:
+            tensors["pairs"] *= FAR_IDS
 
 
 def _fields(case: Case, tensors: Tensors) -> dict[str, int | float]:
@@ -157,7 +172,7 @@ def run_library(
     prepared = prepare(tuple(case for case in cases if case.op is op))
     with tempfile.TemporaryDirectory(prefix="pagegen-check-") as folder:
         results = Path(folder) / "results"
-        command = [str(_driver(op, target)), str(library), str(prepared.path), str(results)]
+        command = [str(compile_program(driver_text(op), target)), str(library), str(prepared.path), str(results)]
         try:
             done = subprocess.run(command, env=_environment(), capture_output=True, timeout=timeout, check=False, cwd=folder)
         except subprocess.TimeoutExpired as error:

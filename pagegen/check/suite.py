@@ -30,6 +30,7 @@ OUTPUTS: dict[Op, tuple[str, ...]] = {
 }
 SPARE_BLOCKS = 3  # that belong to no sequence
 LONG_CONTEXTS = (2049, 1025, 513, 257)  # one past every split border up to 2048; the first that fits LONG_BYTES
+VERY_LONG = 33_000  # of the full suite, memory permitting: past a position of 16 bits
 LONG_BYTES = 64 << 20  # of K and V in one sequence: what a check may cost in memory
 QUICK_THREADS = 3  # more than most test machines have cores: threads without work are part of the test
 
@@ -94,7 +95,7 @@ class Case:
     threads: int = QUICK_THREADS
     padding: int = 0  # rows of no sequence: at the end of q; slots of -1 among those of write_kv
     strided: bool = False  # gaps in every tensor that may have them; q's heads outside its tokens
-    far: bool = False  # blocks so far apart that offsets exceed 32 bits; only the driver can: see check/driver.py
+    far: bool = False  # offsets past 32 and block ids past 16 bits; only the driver can: see check/driver.py
     gain: float = 1.0  # multiplies q: large scores make the softmax lean on its maximum
     scale: float | None = None  # passed as attend's argument
     poison: Poison = Poison.NAN
@@ -141,7 +142,7 @@ def full_suite(spec: KernelSpec, phase: Phase | None = None, seed: int = 0) -> t
         case = _random_case(spec, seed, index)
         if case.op is not Op.ATTEND or phase in (None, Phase.MIXED, case.phase):
             cases.append(case)
-    long = 4 * longest_context(spec) + 1
+    long = min(VERY_LONG, LONG_BYTES // token_bytes(spec))
     cases.append(Case("very long", Op.ATTEND, spec, (1, 3), (long, long // 2), seed))
     return tuple(cases)
 
@@ -159,8 +160,12 @@ def suite_named(name: str) -> Suite:
 
 def longest_context(spec: KernelSpec) -> int:
     """The longest context of the quick suite."""
-    token_bytes = spec.kv_heads * (spec.head_dim + spec.dim_v) * spec.cache_dtype.itemsize
-    return next((tokens for tokens in LONG_CONTEXTS if tokens * token_bytes <= LONG_BYTES), LONG_CONTEXTS[-1])
+    return next((tokens for tokens in LONG_CONTEXTS if tokens * token_bytes(spec) <= LONG_BYTES), LONG_CONTEXTS[-1])
+
+
+def token_bytes(spec: KernelSpec) -> int:
+    """K and V of one token."""
+    return spec.kv_heads * (spec.head_dim + spec.dim_v) * spec.cache_dtype.itemsize
 
 
 def _attend_cases(spec: KernelSpec, seed: int) -> list[Case]:

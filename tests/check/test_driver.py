@@ -121,7 +121,7 @@ def test_openmp_settings_of_the_user_do_not_reach_the_kernel(build_text: Builder
 
 
 def test_a_full_disk_is_the_machines_fault_not_the_kernels(build_text: Builder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver_module, "_driver", lambda op, target: "/bin/false")
+    monkeypatch.setattr(driver_module, "compile_program", lambda text, target: "/bin/false")
     monkeypatch.setattr(driver_module, "OUT_OF_RESOURCES", 1)
     with pytest.raises(CheckError, match="TMPDIR"):
         check(build_text, "")

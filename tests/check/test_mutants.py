@@ -47,7 +47,7 @@ ATTEND = {
     "every query head on KV head 0": ("static_cast<const C*>(a.k_cache) + head * a.k_stride_head", "static_cast<const C*>(a.k_cache)"),
     "block offset in 32 bits": ("k_head + block * a.k_stride_block", "k_head + int32_t(block * a.k_stride_block)"),
     "block offset in 32 unsigned bits": ("v_head + block * a.v_stride_block", "v_head + uint32_t(block * a.v_stride_block)"),
-    "block id in 16 bits": ("const int64_t block = table[(t + i) / BLOCK];", "const int64_t block = int8_t(table[(t + i) / BLOCK]);"),
+    "block id in 16 bits": ("const int64_t block = table[(t + i) / BLOCK];", "const int64_t block = int16_t(table[(t + i) / BLOCK]);"),
     "scale from the padded head dim": ("set1(a.scale * LOG2E)", "set1(0.25f * LOG2E)"),
     "a block too many read from the table": ("(context + BLOCK - 1) / BLOCK;", "context / BLOCK + 1;"),
     "last page taken as full": ("context = a.context_lens[s];\n  const int64_t parts", "context = (a.context_lens[s] + BLOCK - 1) / BLOCK * BLOCK;\n  const int64_t parts"),

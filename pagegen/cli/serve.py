@@ -48,6 +48,9 @@ def command(
 
     if max_queued_requests < 0:
         raise ConfigError(f"--max-queued-requests {max_queued_requests} is negative; 0 queues none")
+    if api_key == "":
+        raise ConfigError("--api-key is empty; give a key, or leave it out to ask for none")
+    listener = listen(host, port)  # before the model: a port that is taken is told at once, early clients wait
     llm = load(
         model,
         kernels=kernels,
@@ -61,7 +64,6 @@ def command(
     note(f"kernels: {llm.message}")
     pool = llm.engine.block_manager.num_blocks * llm.engine.kernels.spec.block_size  # tokens that fit the KV cache
     served = ServedModel(served_model_name or llm.name, llm.tokenizer, min(llm.engine.max_model_len, pool))
-    listener = listen(host, port)
     with EngineWorker(llm.engine, max_num_seqs + max_queued_requests) as worker:
         app = create_app(worker, served, api_key)
         address = f"[{host}]" if ":" in host else host

@@ -6,11 +6,14 @@ import logging
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 
 from pagegen.errors import PagegenError
 
 logger = logging.getLogger("pagegen.server")
+
+CLIENT_GONE = 499  # nginx's number; nobody is left to read it
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
@@ -66,8 +69,14 @@ def install_handlers(app: FastAPI) -> None:
         message = f"{request.method} {request.url.path}: {error.detail}"
         return ApiError(error.status_code, message, headers=dict(error.headers or {})).response()
 
+    @app.exception_handler(ClientDisconnect)
+    async def gone(request: Request, error: ClientDisconnect) -> JSONResponse:
+        return ApiError(CLIENT_GONE, "the client went away while sending").response()
+
     @app.exception_handler(Exception)
     async def defect(request: Request, error: Exception) -> JSONResponse:
         request_id = request.state.request_id
         logger.error("request %s failed", request_id, exc_info=error)
-        return internal_error(request_id).response()
+        response = internal_error(request_id).response()
+        response.headers["X-Request-Id"] = request_id  # this handler stands outside of every middleware
+        return response

@@ -203,14 +203,15 @@ def _refuse_constant(name: str) -> Callable[..., object]:
 
 def _first_error(error: ValidationError, kind: type[BaseModel]) -> ApiError:
     first = error.errors(include_url=False)[0]
-    param = ".".join(map(str, first["loc"])) or None
+    param = ".".join(map(str, first["loc"]))[:100] or None  # a field's name can be as long as the body
     match first["type"]:
         case "extra_forbidden":
             known = ", ".join(sorted(kind.model_fields)) if len(first["loc"]) == 1 else "the OpenAI API's, as far as served"
-            return ApiError(400, f"{param} is not a field that is known here; allowed: {known}", param=param)
+            message = f"{param} is not a field that is known here; allowed: {known}"
         case "missing":
-            return ApiError(400, f"{param} is missing; it is a required field", param=param)
+            message = f"{param} is missing; it is a required field"
         case "value_error":
-            return ApiError(400, f"{param}: {first['ctx']['error']}" if param else str(first["ctx"]["error"]), param=param)
+            message = f"{param}: {first['ctx']['error']}"
         case _:
-            return ApiError(400, f"{param or 'the body'}: {first['msg']}", param=param)
+            message = f"{param or 'the body'}: {first['msg']}"
+    return ApiError(400, message[:1000], param=param)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import logging
 from collections.abc import AsyncIterator, Callable
@@ -14,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from pagegen.runtime.engine import RequestOutput
 from pagegen.runtime.sequence import FinishReason
-from pagegen.runtime.server.errors import ApiError, internal_error
+from pagegen.runtime.server.errors import CLIENT_GONE, ApiError, internal_error
 from pagegen.runtime.server.responses import ResponseFormat, usage
 from pagegen.runtime.server.worker import AbortedError, EngineWorker, QueueFullError, StoppedError, Stream, WorkerError
 
@@ -22,6 +23,7 @@ logger = logging.getLogger("pagegen.server")
 
 PING_SECONDS = 15.0  # of silence, after which a comment goes out: proxies keep the connection, dead clients show
 RETRY_AFTER_SECONDS = 1
+FAILED = (FinishReason.ERROR, FinishReason.ABORT)
 
 
 class EventStream(StreamingResponse):
@@ -57,14 +59,17 @@ async def events(
                 yield ": ping\n\n"
                 continue
             index, output = update
-            _check(output, request_id)
+            failed = output.finish_reason in FAILED
             if index not in opened and (opening := form.opening(index)):
                 yield event(form.chunk([opening]) | shared)
             opened.add(index)
-            delta = form.delta(index, sent.get(index), output)
+            shown = dataclasses.replace(output, finish_reason=None) if failed else output
+            delta = form.delta(index, sent.get(index), shown)
             if delta is not None:
                 yield event(form.chunk([delta]) | shared)
-                sent[index] = output
+                sent[index] = shown
+            if failed:
+                raise _failure(output, request_id)
     except (WorkerError, ApiError) as error:
         yield event(api_error(error, request_id).body())
         return
@@ -82,7 +87,8 @@ async def collect(request: Request, worker: EngineWorker, stream: Stream, reques
         async for update in stream.updates():
             if update is not None:
                 index, output = update
-                _check(output, request_id)
+                if output.finish_reason in FAILED:
+                    raise _failure(output, request_id)
                 outputs[index] = output
     except WorkerError as error:
         raise api_error(error, request_id) from None
@@ -101,15 +107,14 @@ def api_error(error: WorkerError | ApiError, request_id: str) -> ApiError:
         case StoppedError():
             return ApiError(503, str(error), code="shutting_down")
         case AbortedError():
-            return ApiError(499, str(error), code="aborted")  # nginx's number; the client has gone
+            return ApiError(CLIENT_GONE, str(error), code="aborted")
         case _:
             return internal_error(request_id)
 
 
-def _check(output: RequestOutput, request_id: str) -> None:
-    if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
-        logger.error("request %s ended with %s: %s", request_id, output.finish_reason, output.error)
-        raise internal_error(request_id)
+def _failure(output: RequestOutput, request_id: str) -> ApiError:
+    logger.error("request %s ended with %s: %s", request_id, output.finish_reason, output.error)
+    return internal_error(request_id)
 
 
 async def _disconnected(request: Request) -> None:

@@ -28,6 +28,7 @@ Ts = TypeVarTuple("Ts")
 logger = logging.getLogger("pagegen.server")
 
 STALL_SECONDS = 120.0  # an iteration that takes longer makes /health say so
+JOIN_SECONDS = 10.0  # for the iteration in flight; a thread that hangs then dies with the process
 
 
 class EngineLike(Protocol):
@@ -162,7 +163,7 @@ class EngineWorker:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._stopping = True
         self._inbox.put(None)
-        self._thread.join()
+        self._thread.join(JOIN_SECONDS)
 
     # --- on the event loop ---
 

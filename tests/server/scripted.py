@@ -22,6 +22,7 @@ from pagegen.runtime.sequence import FinishReason
 from pagegen.runtime.server.app import ServedModel, create_app
 from pagegen.runtime.server.run import listen
 from pagegen.runtime.server.worker import EngineWorker
+from pagegen.runtime.tokenizer import Tokenizer
 from pagegen.runtime.weights.dummy import END_TOKEN_IDS, DummyModel
 
 TOKENIZER = DummyModel("tiny").tokenizer()  # one token a byte
@@ -34,7 +35,7 @@ ERROR_TOKEN = 256  # a script that comes to it ends with an error of the engine
 
 def echo(prompt: list[int]) -> list[int]:
     """The default script: the prompt's own letters in capitals, then the end token."""
-    return [*(token - 32 if 97 <= token <= 122 else token for token in prompt), END_TOKEN_IDS[0]]
+    return [*bytes(token for token in prompt if token < 256).upper(), END_TOKEN_IDS[0]]
 
 
 @dataclasses.dataclass(slots=True)
@@ -201,10 +202,11 @@ def live(
     max_model_len: int = MAX_MODEL_LEN,
     max_body_bytes: int = 1 << 20,
     stall_seconds: float = 60.0,
+    tokenizer: Tokenizer = TOKENIZER,
 ) -> Iterator[Live]:
     """A server for the length of a `with` block."""
     engine = engine or ScriptedEngine()
-    model = ServedModel(NAME, TOKENIZER, max_model_len)
+    model = ServedModel(NAME, tokenizer, max_model_len)
     with EngineWorker(engine, max_open, stall_seconds) as worker:
         server = uvicorn.Server(
             uvicorn.Config(create_app(worker, model, api_key, max_body_bytes), log_level="critical", lifespan="off")

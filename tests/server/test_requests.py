@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from pagegen.runtime.weights.dummy import DummyModel
 from tests.server.scripted import MAX_MODEL_LEN, NAME, Live, live
 
 CHAT = {"model": NAME, "messages": [{"role": "user", "content": "abc"}]}
@@ -59,10 +60,9 @@ def test_a_bad_value_is_400_and_names_its_field(server: Live, path: str, field: 
     assert error["type"] == "invalid_request_error"
 
 
+BAD_PROMPTS: list[Any] = ["", [], [""], ["a", ""], [[]], [[1], []], 5, None, {}, ["a", 5], [1, "a"], [1.5], [True], [-1], [300]]
 BAD_COMPLETIONS: list[tuple[str, Any]] = [
-    *[("prompt", value) for value in ("", [], [""], ["a", ""], [[]], [[1], []], 5, None, {}, ["a", 5], [1, "a"], [1.5])],
-    *[("prompt", value) for value in ([True], [-1], [300], ["a"] * 10000)],
-    ("prompt", "\ud800"),
+    *[("prompt", value) for value in (*BAD_PROMPTS, ["a"] * 10000, "\ud800")],
     *[("logprobs", value) for value in (-1, 21, "2", True)],
     ("echo", True),
     ("best_of", 2),
@@ -177,6 +177,28 @@ def test_what_the_engine_refuses_is_400_with_its_own_words(server: Live) -> None
 def test_one_bad_prompt_refuses_the_whole_list_and_leaves_nothing_running(server: Live) -> None:
     refused(server.complete([[97] * 50, [99999], [98] * 50], max_tokens=100))
     server.wait_idle()
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [("{{ raise_exception('no system role here') }}", "no system role here"), (None, "no chat template"), ("{{ x.y.z }}", "chat template")],
+)
+def test_a_template_that_refuses_is_the_clients_error(template: str | None, said: str) -> None:
+    tokenizer = DummyModel("tiny").tokenizer()
+    tokenizer._chat_template = template
+    with live(tokenizer=tokenizer) as server:
+        error = refused(server.chat("a"))
+        assert said in error["message"] and error["param"] == "messages"
+        assert server.complete().status_code == 200
+
+
+def test_a_header_that_is_too_large_harms_nobody(server: Live) -> None:
+    assert server.client.get("/health", headers={"X-Request-Id": "a" * 1_000_000}).status_code in (400, 431)
+    assert server.client.get("/health").status_code == 200
+
+
+def test_a_field_with_a_huge_name_gets_a_short_answer(server: Live) -> None:
+    assert len(server.complete(**{"x" * 50_000: 1}).content) < 2000
 
 
 def test_the_server_goes_on(server: Live) -> None:

@@ -46,7 +46,7 @@ from pagegen.target import Fingerprint, Target, hardware_fingerprint, is_present
 
 VENDORED = (
     *("errors.py", "paths.py", "spec.py", "target.py", "space.py", "records.py", "kernel.py", "reference.py"),
-    *("build/cpp.py", "build/triton.py", "check/suite.py", "check/compare.py", "explain.py", "loader.py"),
+    *("build/cpp.py", "build/triton.py", "check/suite.py", "check/tensors.py", "check/compare.py", "explain.py", "loader.py"),
     *("tuning/measure.py", "tuning/workload.py", "tuning/baselines.py"),
 )
 RENDERED = {

@@ -27,7 +27,8 @@ from ..kernel import TORCH_DTYPES, PagedKernels
 from ..records import Status
 from ..reference import ReferenceKernels, token_view
 from ..spec import KernelSpec, Op
-from .suite import OUTPUTS, Case, Tensors, flat, materialise, suite_named
+from .suite import Case, suite_named
+from .tensors import OUTPUTS, Tensors, flat, materialise
 
 U32 = 2.0**-24
 

@@ -29,7 +29,8 @@ from ..render import environment
 from ..spec import Op
 from ..target import Target
 from .compare import CheckReport, Failure, compare
-from .suite import OUTPUTS, Case, Fault, Tensors, flat, materialise
+from .suite import Case, Fault
+from .tensors import OUTPUTS, Tensors, flat, materialise
 
 RUNS = 2  # of every case: on the workspace as it was left, and on a fresh one
 TIMEOUT = 60.0  # seconds for a whole suite; it takes well under one

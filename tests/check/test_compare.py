@@ -11,7 +11,7 @@ import torch
 
 from pagegen.check import Case, check_kernels, quick_suite
 from pagegen.check.compare import CheckReport, Failure, check_calls, compare, expected, invoke
-from pagegen.check.suite import Tensors, materialise
+from pagegen.check.tensors import Tensors, materialise
 from pagegen.errors import KernelError
 from pagegen.kernel import PagedKernels
 from pagegen.records import Status

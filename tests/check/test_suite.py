@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagegen.check import Case, full_suite, quick_suite
-from pagegen.check.suite import Fault, Poison, flat, longest_context, materialise, move
+from pagegen.check.suite import Fault, Poison, longest_context, suite_named
+from pagegen.check.tensors import flat, materialise, move
 from pagegen.errors import CheckError
 from pagegen.reference import token_view
 from pagegen.spec import KernelSpec, Op, Phase, parse_slug
@@ -117,8 +118,6 @@ def test_a_moved_view_keeps_strides_values_and_gaps(shape: list[int], offset: in
 
 
 def test_a_case_is_json_and_an_unknown_suite_one_line() -> None:
-    from pagegen.check.suite import suite_named
-
     case = quick_suite(KernelSpec(3, 1, 8))[0]
     assert json.loads(json.dumps(case.to_dict()))["spec"] == "bf16-d8-h3x1-b16-NHD"
     assert isinstance(case, Case)

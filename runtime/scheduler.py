@@ -16,7 +16,6 @@ from pagegen.errors import ConfigError, RequestError
 from pagegen.runtime.block_manager import Allocation, BlockManager
 from pagegen.runtime.sequence import FinishReason, Sequence, SequenceStatus
 
-
 DEFAULT_MAX_NUM_SEQS = 64
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 512
 
@@ -83,8 +82,9 @@ class Scheduler:
     Decodes go first, then prompts in chunks, then new sequences, until the token budget is spent. A sequence is admitted
     when the blocks of all its tokens are free and one more for each running sequence: those may need one within
     `block_size` iterations, and a sequence admitted without that would be preempted by its elders' growth. When a decode
-    finds no block, the latest arrived gives all of its blocks back and is computed anew later. The oldest is never
-    chosen, and `add` refuses what cannot finish alone: so the oldest always advances, and all of them end.
+    finds no block, the latest arrived gives all of its blocks back and is computed anew later; not in the same iteration,
+    as it needs them all and an elder took one. The oldest is never chosen, and `add` refuses what cannot finish alone: so
+    the oldest always advances, and all of them end.
     """
 
     def __init__(self, config: SchedulerConfig, block_manager: BlockManager) -> None:
@@ -114,8 +114,7 @@ class Scheduler:
         iteration = _Iteration(self.config.max_num_batched_tokens)
         self._schedule_decodes(iteration)
         self._schedule_prefills(iteration)
-        if not iteration.preempted:
-            self._admit(iteration)
+        self._admit(iteration)
         self.block_manager.audit()
         return ScheduledBatch(tuple(iteration.rows), tuple(iteration.copies), tuple(iteration.preempted))
 

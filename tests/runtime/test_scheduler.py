@@ -75,6 +75,7 @@ class Rig:
         assert order == sorted(order), "first come, first served"
         if batch.preempted and scheduler.running:
             assert min(sequence.seq_id for sequence in batch.preempted) > scheduler.running[0].seq_id
+        assert all(sequence.status is SequenceStatus.WAITING for sequence in batch.preempted)
         for row in batch.rows:
             assert row.num_tokens > 0 and row.sequence.status is SequenceStatus.RUNNING
             assert row.start + row.num_tokens <= self.blocks.num_tokens(row.sequence.seq_id)
@@ -151,6 +152,16 @@ def test_nobody_overtakes_a_request_that_waits_for_blocks() -> None:
     assert_as_if_alone([first, big, small])
 
 
+def test_a_request_is_admitted_only_where_those_that_run_can_still_grow() -> None:
+    rig = Rig(num_blocks=4)
+    running, next_in_line = rig.add(4, 5), rig.add(9, 3)  # three blocks are free and three are needed
+    rig.step()
+    assert rig.scheduler.running == [running]
+    rig.run()
+    assert next_in_line.num_preemptions == 0
+    assert_as_if_alone([running, next_in_line])
+
+
 @pytest.mark.parametrize("num_requests", [2, 6])
 def test_requests_that_outgrow_the_pool_are_preempted_and_all_advance(num_requests: int) -> None:
     rig = Rig(num_blocks=8)
@@ -221,8 +232,10 @@ def test_an_abort_at_any_moment_frees_the_blocks_and_disturbs_nobody(moment: str
         batch = rig.scheduler.schedule()
         tokens = rig.execute(batch)
         rig.scheduler.finish(victim, FinishReason.ABORT)
+        generated = victim.output_token_ids
         rig.scheduler.update(batch, tokens)
-    generated = victim.output_token_ids
+    else:
+        generated = victim.output_token_ids
     for _ in range(2):
         rig.scheduler.finish(victim, FinishReason.ABORT)
     rig.blocks.audit(full=True)

@@ -1,0 +1,655 @@
+// attend cpu:scalar fp32-d40v24-h7x7-b3-HDN8_HDN-lse
+// tile_kv=64 tile_q=16 split_kv=1024 row_block=1 row_block_packed=6 pack_rows=16 prefetch=1
+//
+// A row is one query token of one query head. A work item is a tile of rows of one sequence that share a KV head,
+// and a range of that sequence's tokens: in decode the range is cut into parts of SPLIT_KV tokens, always at the same
+// places, so that a result does not depend on the batch; in prefill the rows are cut into tiles of TILE_Q tokens.
+// Each item runs an online softmax (Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867) over tiles of TILE_KV
+// tokens; parts of one row are merged by their maxima and sums at the end.
+#include <algorithm>
+#include <type_traits>
+
+#include <omp.h>
+
+/* The C ABI between a generated kernel and whoever calls it (pagegen/kernel.py mirrors it with ctypes).
+ *
+ * Rules: plain C, no torch; strides count elements, sizes count bytes; `size` is the caller's sizeof, so that fields can
+ * be appended later without breaking older libraries; a function returns 0 or one of PG_E_*, and never aborts.
+ * A kernel allocates nothing and keeps no state: two threads may call it at once with different workspaces. */
+#ifndef PAGEGEN_ABI_H
+#define PAGEGEN_ABI_H
+#include <stdint.h>
+
+#define PAGEGEN_ABI_VERSION 1
+
+enum {
+  PG_OK = 0,
+  PG_E_SIZE = 1,       /* the args struct is smaller than this library needs */
+  PG_E_WORKSPACE = 2,  /* workspace_bytes is below what *_workspace() answered */
+  PG_E_CU_SEQLENS = 3, /* cu_seqlens_q does not start at 0, decreases, or runs past num_tokens */
+  PG_E_CONTEXT = 4,    /* a context length is negative or beyond the block table */
+  PG_E_BLOCK_ID = 5,   /* a block id that is needed lies outside the cache */
+  PG_E_SLOT = 6,       /* a slot is below -1 or outside the cache */
+};
+
+typedef struct pg_attend_args {
+  uint64_t size;
+  const void* q;               /* [num_tokens, q_heads, head_dim] */
+  void* out;                   /* [num_tokens, q_heads, head_dim_v] */
+  float* lse;                  /* [num_tokens, q_heads], natural log; used only if the spec asks for it */
+  const void* k_cache;
+  const void* v_cache;
+  const int32_t* block_table;  /* [num_seqs, table_width]; entries past the context are never read */
+  const int32_t* context_lens; /* [num_seqs] keys of each sequence, this step's included */
+  const int32_t* cu_seqlens_q; /* [num_seqs + 1] */
+  void* workspace;             /* 64-byte aligned */
+  uint64_t workspace_bytes;
+  int64_t num_tokens, num_seqs, num_blocks, table_width;
+  int64_t q_stride_token, q_stride_head;
+  int64_t out_stride_token, out_stride_head;
+  int64_t lse_stride_token, lse_stride_head;
+  int64_t k_stride_block, k_stride_token, k_stride_head, k_stride_dim; /* dim: one step of head_dim / x */
+  int64_t v_stride_block, v_stride_token, v_stride_head, v_stride_dim;
+  int64_t block_table_stride;
+  float scale;
+  int32_t num_threads;
+} pg_attend_args;
+
+typedef struct pg_write_kv_args {
+  uint64_t size;
+  const void* k;               /* [num_tokens, kv_heads, head_dim] */
+  const void* v;               /* [num_tokens, kv_heads, head_dim_v] */
+  void* k_cache;
+  void* v_cache;
+  const int64_t* slot_mapping; /* [num_tokens]; -1 skips the token */
+  int64_t num_tokens, num_blocks;
+  int64_t src_k_stride_token, src_k_stride_head, src_v_stride_token, src_v_stride_head;
+  int64_t k_stride_block, k_stride_token, k_stride_head, k_stride_dim;
+  int64_t v_stride_block, v_stride_token, v_stride_head, v_stride_dim;
+  int32_t num_threads, reserved;
+} pg_write_kv_args;
+
+typedef struct pg_copy_blocks_args {
+  uint64_t size;
+  void* k_cache;
+  void* v_cache;
+  const int64_t* pairs;        /* [num_pairs, 2] source and destination block; no block is both */
+  int64_t num_pairs, num_blocks;
+  int64_t k_stride_block, k_stride_token, k_stride_head, k_stride_dim;
+  int64_t v_stride_block, v_stride_token, v_stride_head, v_stride_dim;
+  int32_t num_threads, reserved;
+} pg_copy_blocks_args;
+
+#ifdef __cplusplus
+#define PG_EXPORT extern "C" __attribute__((visibility("default")))
+#else
+#define PG_EXPORT extern
+#endif
+
+/* Which of these a library exports depends on its op. */
+PG_EXPORT int32_t pagegen_abi_version(void);
+PG_EXPORT int64_t pagegen_attend_workspace(const pg_attend_args* args);
+PG_EXPORT int32_t pagegen_attend(const pg_attend_args* args);
+PG_EXPORT int32_t pagegen_write_kv(const pg_write_kv_args* args);
+PG_EXPORT int32_t pagegen_copy_blocks(const pg_copy_blocks_args* args);
+
+#endif
+// Element types of tensors, and their exact conversions one at a time. Every ISA file builds on these.
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+struct bf16 {
+  uint16_t bits;
+};
+struct fp16 {
+  uint16_t bits;
+};
+
+static inline float from_bits(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+static inline uint32_t to_bits(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+[[maybe_unused]] static inline float widen(float value) { return value; }
+
+[[maybe_unused]] static inline float widen(bf16 value) { return from_bits(uint32_t(value.bits) << 16); }
+
+[[maybe_unused]] static inline float widen(fp16 value) {
+  const uint32_t sign = uint32_t(value.bits & 0x8000) << 16;
+  const uint32_t rest = value.bits & 0x7fff;
+  if (rest >= 0x7c00) return from_bits(sign | 0x7f800000 | (rest & 0x3ff) << 13);  // infinity, NaN
+  if (rest < 0x400) return from_bits(sign | to_bits(float(rest) * 0x1p-24f));     // zero, subnormal
+  return from_bits(sign | ((rest << 13) + (112u << 23)));
+}
+
+// Rounds to nearest, ties to even, as torch does.
+[[maybe_unused]] static inline void narrow(float value, float* out) { *out = value; }
+
+[[maybe_unused]] static inline void narrow(float value, bf16* out) {
+  const uint32_t bits = to_bits(value);
+  out->bits = std::isnan(value) ? 0x7fc0 : uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+[[maybe_unused]] static inline void narrow(float value, fp16* out) {
+  const uint32_t sign = to_bits(value) >> 16 & 0x8000;
+  const float size = std::fabs(value);
+  uint32_t bits;
+  if (std::isnan(value)) {
+    bits = 0x7e00;
+  } else if (size >= 65520.0f) {  // halfway to the first value that is too large, and beyond
+    bits = 0x7c00;
+  } else if (size < 0x1p-14f) {  // subnormal: adding 0.5 aligns the last place at 2^-24 and lets the FPU round
+    bits = to_bits(size + 0.5f) - to_bits(0.5f);
+  } else {
+    const uint32_t wide = to_bits(size);
+    bits = (wide + 0xfff + (wide >> 13 & 1) - (112u << 23)) >> 13;
+  }
+  out->bits = uint16_t(sign | bits);
+}
+
+// 2^f on [-1/2, 1/2]: interpolation in Chebyshev nodes, degree 6; relative error 1.1e-7 in float arithmetic.
+static constexpr float EXP2_POLY[7] = {1.0f,          0x1.62e430p-1f, 0x1.ebfbe0p-3f, 0x1.c6aeccp-5f,
+                                       0x1.3b2a1cp-7f, 0x1.5f48c0p-10f, 0x1.444000p-13f};
+// No SIMD instructions named: 8 floats in an array, plain loops. Runs everywhere; what the other ISA files mean.
+namespace simd {
+static constexpr int W = 8;
+struct V {
+  float at[W];
+};
+#define SIMD_INLINE [[maybe_unused]] static inline __attribute__((always_inline))
+
+SIMD_INLINE V set1(float x) {
+  V r;
+  for (float& lane : r.at) lane = x;
+  return r;
+}
+SIMD_INLINE V zero() { return set1(0.0f); }
+
+SIMD_INLINE V add(V a, V b) {
+  V r;
+  for (int i = 0; i < W; ++i) r.at[i] = a.at[i] + b.at[i];
+  return r;
+}
+SIMD_INLINE V mul(V a, V b) {
+  V r;
+  for (int i = 0; i < W; ++i) r.at[i] = a.at[i] * b.at[i];
+  return r;
+}
+SIMD_INLINE V max(V a, V b) {
+  V r;
+  for (int i = 0; i < W; ++i) r.at[i] = a.at[i] > b.at[i] ? a.at[i] : b.at[i];
+  return r;
+}
+SIMD_INLINE V fma(V a, V b, V c) { return add(mul(a, b), c); }
+SIMD_INLINE float sum(V v) {
+  float r = 0;
+  for (float lane : v.at) r += lane;
+  return r;
+}
+SIMD_INLINE float top(V v) {
+  float r = v.at[0];
+  for (float lane : v.at) r = lane > r ? lane : r;
+  return r;
+}
+SIMD_INLINE V keep(V v, int n, float fill) {
+  for (int i = n; i < W; ++i) v.at[i] = fill;
+  return v;
+}
+
+template <class T>
+SIMD_INLINE V load_n(const T* p, int n) {
+  V r = zero();
+  for (int i = 0; i < n; ++i) r.at[i] = widen(p[i]);
+  return r;
+}
+template <class T>
+SIMD_INLINE V load(const T* p) {
+  return load_n(p, W);
+}
+template <class T>
+SIMD_INLINE void store_n(T* p, V v, int n) {
+  for (int i = 0; i < n; ++i) narrow(v.at[i], p + i);
+}
+template <class T>
+SIMD_INLINE void store(T* p, V v) {
+  store_n(p, v, W);
+}
+template <class T>
+SIMD_INLINE void load_pairs(const T* p, int n, V& even, V& odd) {
+  even = odd = zero();
+  for (int i = 0; i < n; ++i) {
+    even.at[i] = widen(p[2 * i]);
+    odd.at[i] = widen(p[2 * i + 1]);
+  }
+}
+
+SIMD_INLINE V sum4(V a, V b, V c, V d) {
+  V r = zero();
+  const float sums[4] = {sum(a), sum(b), sum(c), sum(d)};
+  for (int i = 0; i < 4; ++i) r.at[i] = sums[i];
+  return r;
+}
+SIMD_INLINE V join(const V* parts) {
+  V r;
+  for (int i = 0; i < W; ++i) r.at[i] = parts[i / 4].at[i % 4];
+  return r;
+}
+
+SIMD_INLINE void transpose(V* rows) {
+  for (int i = 0; i < W; ++i) {
+    for (int j = 0; j < i; ++j) {
+      const float lane = rows[i].at[j];
+      rows[i].at[j] = rows[j].at[i];
+      rows[j].at[i] = lane;
+    }
+  }
+}
+
+SIMD_INLINE V exp2(V v) {
+  for (float& lane : v.at) {
+    const float x = lane < -126.0f ? -126.0f : lane;
+    const int whole = x == x ? int(x - 0.5f) : 0;  // x <= 0: truncation rounds to nearest; a NaN stays one through f
+    const float f = x - float(whole);
+    float y = EXP2_POLY[6];
+    for (int i = 5; i >= 0; --i) y = y * f + EXP2_POLY[i];
+    lane = lane < -126.0f ? 0.0f : y * from_bits(uint32_t(whole + 127) << 23);
+  }
+  return v;
+}
+}  // namespace simd
+
+namespace {
+using namespace simd;
+
+using T = float;        // q, out
+using C = float;  // cache
+
+constexpr int KV_HEADS = 7, GROUP = 1;
+constexpr int D = 40, DV = 24, BLOCK = 3;
+constexpr int TILE_KV = 64, TILE_Q = 16, SPLIT_KV = 1024;
+constexpr int ROW_BLOCK = 1, ROW_BLOCK_PACKED = 6;
+constexpr int PACK_ROWS = 16, PREFETCH = 1;
+constexpr bool CAUSAL = true;
+
+constexpr int up(int n, int to) { return (n + to - 1) / to * to; }
+constexpr int DP = up(D, W), DVP = up(DV, W);  // rows of scratch are whole vectors, zero-filled
+constexpr int TS = up(TILE_KV, W) + W;         // a row of scores; one vector of slack for unaligned stores
+// Up to this many query tokens one tile holds all rows of a sequence, and its tokens are split instead.
+constexpr int SPLIT_Q = std::max(1, std::min(TILE_Q, PACK_ROWS / GROUP));
+constexpr int ROWS = TILE_Q * GROUP;
+constexpr int PART = DVP + 2;  // a merged part: unnormalised output, maximum, sum
+constexpr float LOG2E = 1.44269504088896341f, LN2 = 0.69314718055994531f, NONE = -INFINITY;
+
+template <class U>
+inline __attribute__((always_inline)) V load_dims(const U* p, int left) {
+  return left >= W ? load(p) : load_n(p, left);
+}
+
+// What one thread works in. Sizes are compile-time facts, so the workspace is one multiplication.
+struct alignas(64) Scratch {
+  float q[ROWS][DP];  // scaled by softmax scale * log2(e)
+  float s[ROWS][TS];  // scores, then weights
+  float o[ROWS][DVP];
+  float m[ROWS], l[ROWS], alpha[ROWS];
+  int64_t limit[ROWS];  // tokens that a row sees
+  float k_tile[D][TS];
+  float v_tile[TILE_KV][DVP];
+  const C* k[PREFETCH + 1][TILE_KV];
+  const C* v[PREFETCH + 1][TILE_KV];
+};
+
+struct Sequence {
+  int64_t tokens, context, parts;  // parts: of the context in decode, 1 in prefill
+};
+
+inline Sequence sequence(const pg_attend_args& a, int64_t s) {
+  const int64_t tokens = a.cu_seqlens_q[s + 1] - a.cu_seqlens_q[s], context = a.context_lens[s];
+  const int64_t parts = tokens <= SPLIT_Q ? std::max<int64_t>(1, (context + SPLIT_KV - 1) / SPLIT_KV) : 1;
+  return {tokens, context, parts};
+}
+
+inline int64_t items_of(const Sequence& seq) {
+  if (seq.tokens == 0) return 0;
+  return KV_HEADS * (seq.tokens <= SPLIT_Q ? seq.parts : (seq.tokens + TILE_Q - 1) / TILE_Q);
+}
+
+inline int64_t part_rows_of(const Sequence& seq) {
+  return seq.parts > 1 ? KV_HEADS * seq.parts * seq.tokens * GROUP : 0;
+}
+
+int32_t validate(const pg_attend_args& a) {
+  if (a.size < sizeof(pg_attend_args)) return PG_E_SIZE;
+  if (a.cu_seqlens_q[0] != 0 || a.cu_seqlens_q[a.num_seqs] > a.num_tokens) return PG_E_CU_SEQLENS;
+  for (int64_t s = 0; s < a.num_seqs; ++s) {
+    if (a.cu_seqlens_q[s + 1] < a.cu_seqlens_q[s]) return PG_E_CU_SEQLENS;
+    const int64_t context = a.context_lens[s];
+    if (context < 0 || context > a.table_width * BLOCK) return PG_E_CONTEXT;
+    const int32_t* table = a.block_table + s * a.block_table_stride;
+    uint32_t highest = 0;  // as unsigned, a negative id is the highest of all
+    const int64_t blocks = (context + BLOCK - 1) / BLOCK;
+    for (int64_t b = 0; b < blocks; ++b) highest = std::max(highest, uint32_t(table[b]));
+    if (blocks && highest >= uint64_t(a.num_blocks)) return PG_E_BLOCK_ID;
+  }
+  return PG_OK;
+}
+
+// The workspace: first item and first part row of each sequence, one Scratch a thread, the parts.
+struct Workspace {
+  int64_t *first_item, *first_part;
+  Scratch* scratch;
+  float* parts;
+  int64_t bytes;
+
+  Workspace(const pg_attend_args& a, int64_t part_rows) {
+    const int64_t prefix = int64_t(sizeof(int64_t)) * (a.num_seqs + 1), prefixes = (2 * prefix + 63) / 64 * 64;
+    const int64_t scratches = int64_t(sizeof(Scratch)) * std::max(1, a.num_threads);
+    const uintptr_t base = uintptr_t(a.workspace);  // null while the size is being asked for
+    first_item = reinterpret_cast<int64_t*>(base);
+    first_part = reinterpret_cast<int64_t*>(base + prefix);
+    scratch = reinterpret_cast<Scratch*>(base + prefixes);
+    parts = reinterpret_cast<float*>(base + prefixes + scratches);
+    bytes = prefixes + scratches + part_rows * PART * int64_t(sizeof(float));
+  }
+};
+
+// --- one tile ---------------------------------------------------------------------------------------------------------
+
+// Calls f(rows as a constant, first row) over `rows` rows in blocks of B, then once for what is left.
+template <int B, class F>
+inline void row_blocks(int rows, F f, int row = 0) {
+  for (; row + B <= rows; row += B) f(std::integral_constant<int, B>{}, row);
+  if constexpr (B > 1) {
+    if (row < rows) row_blocks<B - 1>(rows, f, row);
+  }
+}
+
+// Where `count` tokens from `t` on begin, through the block table.
+inline void locate(const pg_attend_args& a, const int32_t* table, int64_t head, int64_t t, int count, const C** k, const C** v) {
+  const C* k_head = static_cast<const C*>(a.k_cache) + head * a.k_stride_head;
+  const C* v_head = static_cast<const C*>(a.v_cache) + head * a.v_stride_head;
+  for (int i = 0; i < count;) {
+    const int64_t block = table[(t + i) / BLOCK];  // 64 bits before any multiplication
+    const int in_block = int((t + i) % BLOCK), run = std::min(count - i, BLOCK - in_block);
+    const C* k_token = k_head + block * a.k_stride_block + in_block * a.k_stride_token;
+    const C* v_token = v_head + block * a.v_stride_block + in_block * a.v_stride_token;
+    for (int j = 0; j < run; ++j, ++i) {
+      k[i] = k_token + j * a.k_stride_token;
+      v[i] = v_token + j * a.v_stride_token;
+    }
+  }
+}
+
+// Tokens from `i` on, up to `count`, that lie in one block.
+[[maybe_unused]] inline int run_of(int64_t t, int i, int count) { return std::min(count - i, BLOCK - int((t + i) % BLOCK)); }
+
+inline void fetch(const C* const* k, const C* const* v, int count) {
+  for (int i = 0; i < count; ++i) {
+  }
+  (void)k, (void)v;
+}
+
+
+// K of a tile to fp32, dim-major: k_tile[d][token].
+inline void pack_k(Scratch& w, const C* const* k, int count, int64_t t, const pg_attend_args& a) {
+  for (int i = 0; i < count;) {
+    const int n = run_of(t, i, count);
+    for (int d = 0; d < D; ++d) {
+      const C* p = k[i] + d / 8 * a.k_stride_dim + d % 8;
+      for (int j = 0; j < n; ++j) w.k_tile[d][i + j] = widen(p[j * 8]);
+    }
+    i += n;
+  }
+  for (int d = 0; d < D; ++d)
+    for (int i = count; i < up(count, 2 * W) && i < TS; ++i) w.k_tile[d][i] = 0;
+}
+
+// V of a tile to fp32, token-major: v_tile[token][d].
+inline void pack_v(Scratch& w, const C* const* v, int count, int64_t t, const pg_attend_args& a) {
+  for (int i = 0; i < count;) {
+    const int n = std::min(W, run_of(t, i, count));
+    for (int d = 0; d < DV; d += W) {
+      V rows[W];
+      for (int j = 0; j < W; ++j) rows[j] = d + j < DV ? load_dims(v[i] + (d + j) * a.v_stride_dim, n) : zero();
+      transpose(rows);
+      for (int j = 0; j < n; ++j) store(&w.v_tile[i + j][d], rows[j]);
+    }
+    i += n;
+  }
+}
+
+// Scores of R rows against the packed tile.
+template <int R>
+inline void score_packed(Scratch& w, int row, int count) {
+  constexpr int VECTORS = TILE_KV >= 2 * W ? 2 : 1;
+  for (int t = 0; t < count; t += VECTORS * W) {
+    V acc[R][VECTORS];
+    for (int r = 0; r < R; ++r)
+      for (int c = 0; c < VECTORS; ++c) acc[r][c] = zero();
+    for (int d = 0; d < D; ++d) {
+      V k[VECTORS];
+      for (int c = 0; c < VECTORS; ++c) k[c] = load(&w.k_tile[d][t + c * W]);
+      for (int r = 0; r < R; ++r) {
+        const V q = set1(w.q[row + r][d]);
+        for (int c = 0; c < VECTORS; ++c) acc[r][c] = fma(q, k[c], acc[r][c]);
+      }
+    }
+    for (int r = 0; r < R; ++r)
+      for (int c = 0; c < VECTORS; ++c) store(&w.s[row + r][t + c * W], acc[r][c]);
+  }
+}
+
+// One online-softmax step of a row: scores become weights; weights of tokens that the row does not see are 0.
+inline void softmax_step(Scratch& w, int row, int64_t t, int count) {
+  float* s = w.s[row];
+  const int seen = int(std::clamp<int64_t>(w.limit[row] - t, 0, count));
+  V highest = set1(NONE);
+  for (int i = 0; i < seen; i += W) {
+    V v = load(s + i);
+    if (seen - i < W) store(s + i, v = keep(v, seen - i, NONE));
+    highest = max(highest, v);
+  }
+  const float m = std::max(w.m[row], top(highest));
+  if (m == NONE) {  // nothing seen so far: -inf - -inf would be NaN
+    std::fill(s, s + count, 0.0f);
+    w.alpha[row] = 1.0f;
+    return;
+  }
+  V total = zero();
+  int i = 0;
+  for (; i < seen; i += W) {
+    const V p = exp2(add(load(s + i), set1(-m)));
+    store(s + i, p);
+    total = add(total, p);
+  }
+  for (; i < count; i += W) store(s + i, zero());
+  w.alpha[row] = w.m[row] == m ? 1.0f : top(exp2(set1(w.m[row] - m)));
+  w.l[row] = w.l[row] * w.alpha[row] + sum(total);
+  w.m[row] = m;
+}
+
+// o[r] = o[r] * alpha[r] + weights[r] . V, for R rows; `v(i)` gives token i's row. PADDED rows are whole vectors.
+template <int R, bool PADDED, class F>
+inline void accumulate(Scratch& w, int row, int count, F v) {
+  constexpr int CHUNKS = DVP / W, BUDGET = (W == 16 ? 24 : 12) / R;  // accumulators that stay in registers
+  constexpr int STEP = std::clamp(BUDGET, 1, CHUNKS);
+  for (int c0 = 0; c0 < CHUNKS; c0 += STEP) {
+    V acc[R][STEP];
+    for (int r = 0; r < R; ++r)
+      for (int c = 0; c < STEP; ++c)
+        acc[r][c] = c0 + c < CHUNKS ? mul(load(&w.o[row + r][(c0 + c) * W]), set1(w.alpha[row + r])) : zero();
+    for (int i = 0; i < count; ++i) {
+      const auto* p = v(i);
+      V vv[STEP];
+      for (int c = 0; c < STEP; ++c) {
+        const int d = (c0 + c) * W;
+        vv[c] = d >= DVP ? zero() : PADDED ? load(p + d) : load_dims(p + d, DV - d);
+      }
+      for (int r = 0; r < R; ++r) {
+        const V weight = set1(w.s[row + r][i]);
+        for (int c = 0; c < STEP; ++c) acc[r][c] = fma(weight, vv[c], acc[r][c]);
+      }
+    }
+    for (int r = 0; r < R; ++r)
+      for (int c = 0; c < STEP; ++c)
+        if (c0 + c < CHUNKS) store(&w.o[row + r][(c0 + c) * W], acc[r][c]);
+  }
+}
+
+// All rows' scores of a tile, in place or packed.
+inline void scores(Scratch& w, int rows, [[maybe_unused]] bool packed, const C* const* k, int count, int64_t t, const pg_attend_args& a) {
+  pack_k(w, k, count, t, a);
+  row_blocks<ROW_BLOCK_PACKED>(rows, [&](auto r, int row) { score_packed<r>(w, row, count); });
+}
+
+// All rows' weighted sums of a tile's values, in place or packed.
+inline void values(Scratch& w, int rows, [[maybe_unused]] bool packed, const C* const* v, int count, int64_t t, const pg_attend_args& a) {
+  pack_v(w, v, count, t, a);
+  row_blocks<ROW_BLOCK_PACKED>(rows, [&](auto r, int row) { accumulate<r, true>(w, row, count, [&](int i) { return w.v_tile[i]; }); });
+}
+
+// --- one work item ----------------------------------------------------------------------------------------------------
+
+inline const T* q_row(const pg_attend_args& a, int64_t token, int64_t head) {
+  return static_cast<const T*>(a.q) + token * a.q_stride_token + head * a.q_stride_head;
+}
+
+// Loads rows of query tokens [first, first + tokens) of sequence s, KV head `head`; row = token * GROUP + query head.
+void begin(Scratch& w, const pg_attend_args& a, int64_t s, const Sequence& seq, int64_t head, int64_t first, int tokens) {
+  const V scale = set1(a.scale * LOG2E);
+  for (int i = 0; i < tokens; ++i) {
+    const int64_t position = seq.context - seq.tokens + first + i;
+    for (int g = 0; g < GROUP; ++g) {
+      const int row = i * GROUP + g;
+      const T* q = q_row(a, a.cu_seqlens_q[s] + first + i, head * GROUP + g);
+      for (int d = 0; d < D; d += W) store(&w.q[row][d], mul(load_dims(q + d, D - d), scale));
+      std::fill(w.o[row], w.o[row] + DVP, 0.0f);
+      w.m[row] = NONE;
+      w.l[row] = 0.0f;
+      w.limit[row] = CAUSAL ? std::clamp<int64_t>(position + 1, 0, seq.context) : seq.context;
+    }
+  }
+}
+
+// Attends `rows` rows to tokens [begin, end) of sequence s.
+void run(Scratch& w, const pg_attend_args& a, int64_t s, int64_t head, int rows, int64_t from, int64_t to) {
+  const int32_t* table = a.block_table + s * a.block_table_stride;
+  const bool packed = rows >= PACK_ROWS;
+  to = std::min(to, w.limit[rows - 1]);  // the last row sees most
+  const auto tile = [&](int64_t t) { return int(std::clamp<int64_t>(to - t, 0, TILE_KV)); };
+  const auto slot = [&](int64_t t) { return int((t - from) / TILE_KV % (PREFETCH + 1)); };
+  for (int64_t t = from; t < from + PREFETCH * TILE_KV; t += TILE_KV) locate(a, table, head, t, tile(t), w.k[slot(t)], w.v[slot(t)]);
+  for (int64_t t = from; t < to; t += TILE_KV) {
+    const int64_t ahead = t + PREFETCH * TILE_KV;
+    locate(a, table, head, ahead, tile(ahead), w.k[slot(ahead)], w.v[slot(ahead)]);
+    if (PREFETCH > 0) fetch(w.k[slot(ahead)], w.v[slot(ahead)], tile(ahead));
+    const int count = tile(t);
+    const C *const *k = w.k[slot(t)], *const *v = w.v[slot(t)];
+    scores(w, rows, packed, k, count, t, a);
+    for (int row = 0; row < rows; ++row) softmax_step(w, row, t, count);
+    values(w, rows, packed, v, count, t, a);
+  }
+}
+
+// Divides a row by its sum and stores it; a row that saw no token becomes 0 with lse -inf.
+void finish(const pg_attend_args& a, int64_t token, int64_t head, const float* o, float m, float l) {
+  T* out = static_cast<T*>(a.out) + token * a.out_stride_token + head * a.out_stride_head;
+  const V inverse = set1(l == 0.0f ? 0.0f : 1.0f / l);
+  for (int d = 0; d < DV; d += W) {
+    const V v = mul(load(o + d), inverse);
+    if (DV - d >= W) store(out + d, v);
+    else store_n(out + d, v, DV - d);
+  }
+  a.lse[token * a.lse_stride_token + head * a.lse_stride_head] = l == 0.0f ? NONE : m * LN2 + std::log(l);
+}
+
+void item(const pg_attend_args& a, const Workspace& ws, Scratch& w, int64_t index) {
+  const int64_t s = std::upper_bound(ws.first_item, ws.first_item + a.num_seqs + 1, index) - ws.first_item - 1;
+  const Sequence seq = sequence(a, s);
+  const int64_t local = index - ws.first_item[s];
+  const bool split = seq.tokens <= SPLIT_Q;
+  const int64_t pieces = items_of(seq) / KV_HEADS, head = local / pieces, piece = local % pieces;
+  const int64_t first = split ? 0 : piece * TILE_Q;
+  const int tokens = int(std::min<int64_t>(TILE_Q, seq.tokens - first)), rows = tokens * GROUP;
+  begin(w, a, s, seq, head, first, tokens);
+  const int64_t from = split ? piece * SPLIT_KV : 0, to = split ? std::min(from + SPLIT_KV, seq.context) : seq.context;
+  run(w, a, s, head, rows, from, to);
+  for (int row = 0; row < rows; ++row) {
+    if (seq.parts == 1) {
+      finish(a, a.cu_seqlens_q[s] + first + row / GROUP, head * GROUP + row % GROUP, w.o[row], w.m[row], w.l[row]);
+    } else {
+      float* part = ws.parts + (ws.first_part[s] + (head * seq.parts + piece) * rows + row) * PART;
+      std::copy(w.o[row], w.o[row] + DVP, part);
+      part[DVP] = w.m[row];
+      part[DVP + 1] = w.l[row];
+    }
+  }
+}
+
+// Merges the parts of every row of sequence s and one KV head, in order of their tokens.
+void merge(const pg_attend_args& a, const Workspace& ws, int64_t s, int64_t head) {
+  const Sequence seq = sequence(a, s);
+  const int64_t rows = seq.tokens * GROUP;
+  const float* parts = ws.parts + (ws.first_part[s] + head * seq.parts * rows) * PART;
+  for (int64_t row = 0; row < rows; ++row) {
+    float m = NONE, l = 0.0f;
+    for (int64_t p = 0; p < seq.parts; ++p) m = std::max(m, parts[(p * rows + row) * PART + DVP]);
+    alignas(64) float o[DVP] = {};
+    for (int64_t p = 0; m != NONE && p < seq.parts; ++p) {
+      const float* part = parts + (p * rows + row) * PART;
+      const V weight = exp2(set1(part[DVP] - m));
+      l += top(weight) * part[DVP + 1];
+      for (int d = 0; d < DVP; d += W) store(o + d, fma(weight, load(part + d), load(o + d)));
+    }
+    finish(a, a.cu_seqlens_q[s] + row / GROUP, head * GROUP + row % GROUP, o, m, l);
+  }
+}
+}  // namespace
+
+PG_EXPORT int32_t pagegen_abi_version(void) { return PAGEGEN_ABI_VERSION; }
+
+PG_EXPORT int64_t pagegen_attend_workspace(const pg_attend_args* args) {
+  const int32_t status = validate(*args);
+  if (status) return -status;
+  int64_t part_rows = 0;
+  for (int64_t s = 0; s < args->num_seqs; ++s) part_rows += part_rows_of(sequence(*args, s));
+  return Workspace(*args, part_rows).bytes;
+}
+
+PG_EXPORT int32_t pagegen_attend(const pg_attend_args* args) {
+  const pg_attend_args& a = *args;
+  const int32_t status = validate(a);
+  if (status) return status;
+  int64_t part_rows = 0;
+  for (int64_t s = 0; s < a.num_seqs; ++s) part_rows += part_rows_of(sequence(a, s));
+  const Workspace ws(a, part_rows);
+  if (a.workspace_bytes < uint64_t(ws.bytes)) return PG_E_WORKSPACE;
+  ws.first_item[0] = ws.first_part[0] = 0;
+  for (int64_t s = 0; s < a.num_seqs; ++s) {
+    const Sequence seq = sequence(a, s);
+    ws.first_item[s + 1] = ws.first_item[s] + items_of(seq);
+    ws.first_part[s + 1] = ws.first_part[s] + part_rows_of(seq);
+  }
+  const int64_t items = ws.first_item[a.num_seqs];
+#pragma omp parallel num_threads(std::max(1, a.num_threads))
+  {
+    Scratch& w = ws.scratch[omp_get_thread_num()];
+    // From the end: the last query tiles of a prefill are its longest.
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t i = items - 1; i >= 0; --i) item(a, ws, w, i);
+    if (part_rows) {
+#pragma omp for schedule(dynamic, 1)
+      for (int64_t i = 0; i < a.num_seqs * KV_HEADS; ++i) {
+        if (sequence(a, i / KV_HEADS).parts > 1) merge(a, ws, i / KV_HEADS, i % KV_HEADS);
+      }
+    }
+  }
+  return PG_OK;
+}

@@ -1,0 +1,130 @@
+// copy_blocks cpu:avx512 bf16-d64-h9x3-b16-HDN2
+#include <algorithm>
+#include <cstring>
+
+/* The C ABI between a generated kernel and whoever calls it (pagegen/kernel.py mirrors it with ctypes).
+ *
+ * Rules: plain C, no torch; strides count elements, sizes count bytes; `size` is the caller's sizeof, so that fields can
+ * be appended later without breaking older libraries; a function returns 0 or one of PG_E_*, and never aborts.
+ * A kernel allocates nothing and keeps no state: two threads may call it at once with different workspaces. */
+#ifndef PAGEGEN_ABI_H
+#define PAGEGEN_ABI_H
+#include <stdint.h>
+
+#define PAGEGEN_ABI_VERSION 1
+
+enum {
+  PG_OK = 0,
+  PG_E_SIZE = 1,       /* the args struct is smaller than this library needs */
+  PG_E_WORKSPACE = 2,  /* workspace_bytes is below what *_workspace() answered */
+  PG_E_CU_SEQLENS = 3, /* cu_seqlens_q does not start at 0, decreases, or runs past num_tokens */
+  PG_E_CONTEXT = 4,    /* a context length is negative or beyond the block table */
+  PG_E_BLOCK_ID = 5,   /* a block id that is needed lies outside the cache */
+  PG_E_SLOT = 6,       /* a slot is below -1 or outside the cache */
+};
+
+typedef struct pg_attend_args {
+  uint64_t size;
+  const void* q;               /* [num_tokens, q_heads, head_dim] */
+  void* out;                   /* [num_tokens, q_heads, head_dim_v] */
+  float* lse;                  /* [num_tokens, q_heads], natural log; used only if the spec asks for it */
+  const void* k_cache;
+  const void* v_cache;
+  const int32_t* block_table;  /* [num_seqs, table_width]; entries past the context are never read */
+  const int32_t* context_lens; /* [num_seqs] keys of each sequence, this step's included */
+  const int32_t* cu_seqlens_q; /* [num_seqs + 1] */
+  void* workspace;             /* 64-byte aligned */
+  uint64_t workspace_bytes;
+  int64_t num_tokens, num_seqs, num_blocks, table_width;
+  int64_t q_stride_token, q_stride_head;
+  int64_t out_stride_token, out_stride_head;
+  int64_t lse_stride_token, lse_stride_head;
+  int64_t k_stride_block, k_stride_token, k_stride_head, k_stride_dim; /* dim: one step of head_dim / x */
+  int64_t v_stride_block, v_stride_token, v_stride_head, v_stride_dim;
+  int64_t block_table_stride;
+  float scale;
+  int32_t num_threads;
+} pg_attend_args;
+
+typedef struct pg_write_kv_args {
+  uint64_t size;
+  const void* k;               /* [num_tokens, kv_heads, head_dim] */
+  const void* v;               /* [num_tokens, kv_heads, head_dim_v] */
+  void* k_cache;
+  void* v_cache;
+  const int64_t* slot_mapping; /* [num_tokens]; -1 skips the token */
+  int64_t num_tokens, num_blocks;
+  int64_t src_k_stride_token, src_k_stride_head, src_v_stride_token, src_v_stride_head;
+  int64_t k_stride_block, k_stride_token, k_stride_head, k_stride_dim;
+  int64_t v_stride_block, v_stride_token, v_stride_head, v_stride_dim;
+  int32_t num_threads, reserved;
+} pg_write_kv_args;
+
+typedef struct pg_copy_blocks_args {
+  uint64_t size;
+  void* k_cache;
+  void* v_cache;
+  const int64_t* pairs;        /* [num_pairs, 2] source and destination block; no block is both */
+  int64_t num_pairs, num_blocks;
+  int64_t k_stride_block, k_stride_token, k_stride_head, k_stride_dim;
+  int64_t v_stride_block, v_stride_token, v_stride_head, v_stride_dim;
+  int32_t num_threads, reserved;
+} pg_copy_blocks_args;
+
+#ifdef __cplusplus
+#define PG_EXPORT extern "C" __attribute__((visibility("default")))
+#else
+#define PG_EXPORT extern
+#endif
+
+/* Which of these a library exports depends on its op. */
+PG_EXPORT int32_t pagegen_abi_version(void);
+PG_EXPORT int64_t pagegen_attend_workspace(const pg_attend_args* args);
+PG_EXPORT int32_t pagegen_attend(const pg_attend_args* args);
+PG_EXPORT int32_t pagegen_write_kv(const pg_write_kv_args* args);
+PG_EXPORT int32_t pagegen_copy_blocks(const pg_copy_blocks_args* args);
+
+#endif
+
+namespace {
+constexpr int64_t ITEM = 2;
+
+// A block as dense runs: `outer` x `inner` runs of `length` elements, with the strides between them.
+struct Runs {
+  int64_t outer, inner, length, outer_stride, inner_stride, block_stride;
+
+  void copy(char* cache, int64_t from, int64_t to) const {
+    const char* source = cache + from * block_stride * ITEM;
+    char* target = cache + to * block_stride * ITEM;
+    if (inner_stride == length && outer_stride == inner * length) {
+      std::memcpy(target, source, size_t(outer * inner * length * ITEM));
+      return;
+    }
+    for (int64_t i = 0; i < outer; ++i) {
+      for (int64_t j = 0; j < inner; ++j) {
+        const int64_t offset = (i * outer_stride + j * inner_stride) * ITEM;
+        std::memcpy(target + offset, source + offset, size_t(length * ITEM));
+      }
+    }
+  }
+};
+}  // namespace
+
+PG_EXPORT int32_t pagegen_abi_version(void) { return PAGEGEN_ABI_VERSION; }
+
+PG_EXPORT int32_t pagegen_copy_blocks(const pg_copy_blocks_args* args) {
+  const pg_copy_blocks_args& a = *args;
+  if (a.size < sizeof(pg_copy_blocks_args)) return PG_E_SIZE;
+  for (int64_t i = 0; i < 2 * a.num_pairs; ++i) {
+    if (a.pairs[i] < 0 || a.pairs[i] >= a.num_blocks) return PG_E_SLOT;
+  }
+  const Runs k = {3, 32, 32, a.k_stride_head, a.k_stride_dim, a.k_stride_block};
+  const Runs v = {3, 16, 64, a.v_stride_head, a.v_stride_token, a.v_stride_block};
+  const int threads = int(std::clamp<int64_t>(a.num_pairs / 4, 1, std::max(1, a.num_threads)));
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+  for (int64_t i = 0; i < a.num_pairs; ++i) {
+    k.copy(static_cast<char*>(a.k_cache), a.pairs[2 * i], a.pairs[2 * i + 1]);
+    v.copy(static_cast<char*>(a.v_cache), a.pairs[2 * i], a.pairs[2 * i + 1]);
+  }
+  return PG_OK;
+}

@@ -56,7 +56,9 @@ def test_load_package(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
 
 @pytest.mark.long
 @pytest.mark.compiler
-def test_tune_and_load_its_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tune_and_load_its_package(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("PAGEGEN_CACHE", str(tmp_path / "cache"))
     example("tune").main("decode-fp32-d8-h2x1-b16-NHD", "1", str(tmp_path / "results"))
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("package: "))

@@ -112,7 +112,9 @@ def _root(
     version: Annotated[
         bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit.")
     ] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error; works after a command too.")] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show the traceback of an error; works after a command too.")
+    ] = False,
 ) -> None:
     """Generate, prove, tune and ship paged-attention kernels, and serve a model with the winner.
 

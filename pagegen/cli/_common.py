@@ -28,7 +28,9 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON documen
 ModelArgument = Annotated[
     str, typer.Argument(metavar="MODEL", help="A Hugging Face folder, a .gguf file, smollm2-135m, or dummy:NAME.")
 ]
-ModelOption = Annotated[str | None, typer.Option("--model", metavar="MODEL", help="Read the spec from this model's config.")]
+ModelOption = Annotated[
+    str | None, typer.Option("--model", metavar="MODEL", help="Read the spec from this model's config.")
+]
 SpecArgument = Annotated[
     str | None, typer.Argument(metavar="SPEC", help="A YAML or JSON file, or a slug such as bf16-d64-h9x3-b16-NHD.")
 ]
@@ -190,7 +192,12 @@ def progress(description: str, total: int) -> Iterator[Callable[[int, str], None
     from rich.console import Console
     from rich.progress import Progress, TextColumn
 
-    bar = Progress(*Progress.get_default_columns(), TextColumn("{task.fields[remark]}"), console=Console(stderr=True), transient=True)
+    bar = Progress(
+        *Progress.get_default_columns(),
+        TextColumn("{task.fields[remark]}"),
+        console=Console(stderr=True),
+        transient=True,
+    )
     task = bar.add_task(description, total=total, remark="")
     begin, shown = time.monotonic(), False
 

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 KernelsOption = Annotated[
     Path | None,
-    typer.Option("--kernels", metavar="PACKAGE", help="Kernel package; default: a fitting one of the cache, or a new build."),
+    typer.Option(
+        "--kernels", metavar="PACKAGE", help="Kernel package; default: a fitting one of the cache, or a new build."
+    ),
 ]
 DTypeOption = Annotated[str, typer.Option("--dtype", metavar="DTYPE", help="fp32, bf16 or fp16.")]
 KvBlocksOption = Annotated[int | None, typer.Option("--kv-blocks", metavar="N", help="Blocks of the KV cache.")]

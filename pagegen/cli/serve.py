@@ -27,7 +27,9 @@ def command(
     ] = None,
     max_model_len: Annotated[int | None, typer.Option("--max-model-len", help="Tokens of prompt and output.")] = None,
     max_num_seqs: Annotated[int, typer.Option("--max-num-seqs", help="Sequences that run together.")] = 64,
-    max_num_batched_tokens: Annotated[int, typer.Option("--max-num-batched-tokens", help="Tokens of one iteration.")] = 512,
+    max_num_batched_tokens: Annotated[
+        int, typer.Option("--max-num-batched-tokens", help="Tokens of one iteration.")
+    ] = 512,
     max_queued_requests: Annotated[
         int, typer.Option("--max-queued-requests", help="Requests that wait; more get 429.")
     ] = 256,

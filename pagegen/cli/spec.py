@@ -11,7 +11,9 @@ DEFAULT = "bf16-d64-h9x3-b16-NHD"
 
 
 @spec_options
-def command(overrides: dict[str, Any], spec: SpecArgument = None, model: ModelOption = None, json: JsonOption = False) -> None:
+def command(
+    overrides: dict[str, Any], spec: SpecArgument = None, model: ModelOption = None, json: JsonOption = False
+) -> None:
     """Print a complete kernel spec to start from."""
     found, phase = spec_from(spec or (None if model else DEFAULT), model, overrides)
     values = found.to_dict() | ({"phase": phase.value} if phase else {})

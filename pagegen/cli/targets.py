@@ -26,7 +26,9 @@ def command(json: JsonOption = False) -> None:
     caches = ", ".join(f"{name} {format_size(size)}" for name, size in here.caches.items())
     print(f"{here.device}: {here.cores} cores, {here.threads} threads for this process, {caches or 'caches unknown'}")
     columns = ("target", "here", "limits")
-    print_table("", columns, [(row["name"], "runs" if row["present"] else "cross", _words(row)) for row in (*present, *cross)])
+    print_table(
+        "", columns, [(row["name"], "runs" if row["present"] else "cross", _words(row)) for row in (*present, *cross)]
+    )
     for kind in ("cpu", "gpu"):
         row = next(row for row in rows if row["name"].startswith("cpu:") == (kind == "cpu"))
         print(f"{kind} compiler: {row['compiler'] or row['missing']}")

@@ -146,7 +146,9 @@ class RequestIds:
         await self.app(scope, receive, send_named)
 
 
-def create_app(worker: EngineWorker, model: ServedModel, api_key: str | None = None, max_body_bytes: int = MAX_BODY_BYTES) -> FastAPI:
+def create_app(
+    worker: EngineWorker, model: ServedModel, api_key: str | None = None, max_body_bytes: int = MAX_BODY_BYTES
+) -> FastAPI:
     """The application on a running worker. With an `api_key`, every route under /v1 asks for it."""
     service = Service(worker, model, max_body_bytes)
 

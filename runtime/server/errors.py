@@ -45,7 +45,9 @@ class ApiError(Exception):
 
 def internal_error(request_id: str) -> ApiError:
     """A defect of ours: the client gets the id under which the log holds the traceback, and nothing else."""
-    return ApiError(500, f"internal error; the server's log has it under request id {request_id}", code="internal_error")
+    return ApiError(
+        500, f"internal error; the server's log has it under request id {request_id}", code="internal_error"
+    )
 
 
 def bad_request(error: PagegenError) -> ApiError:

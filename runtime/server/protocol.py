@@ -107,10 +107,14 @@ class CompletionRequest(ApiRequest):
         """The prompts, texts or token ids. Raises RequestError."""
         prompt = self.prompt
         prompts = [prompt] if isinstance(prompt, str) or _is_ids(prompt) else prompt
-        if not isinstance(prompts, list) or not (all(isinstance(p, str) for p in prompts) or all(map(_is_ids, prompts))):
+        if not isinstance(prompts, list) or not (
+            all(isinstance(p, str) for p in prompts) or all(map(_is_ids, prompts))
+        ):
             raise RequestError("prompt is not a string, a list of token ids, or a list of either", "prompt")
         if not 0 < len(prompts) <= MAX_PROMPTS or not all(prompts):
-            raise RequestError(f"prompt is empty or holds an empty one or over {MAX_PROMPTS}; send 1 to {MAX_PROMPTS}", "prompt")
+            raise RequestError(
+                f"prompt is empty or holds an empty one or over {MAX_PROMPTS}; send 1 to {MAX_PROMPTS}", "prompt"
+            )
         return prompts
 
 
@@ -150,7 +154,9 @@ class ChatRequest(ApiRequest):
     def _one_limit(self) -> ChatRequest:
         if self.max_completion_tokens is not None:
             if self.max_tokens is not None:
-                raise RequestError("max_tokens is the old name of max_completion_tokens; send one of them", "max_tokens")
+                raise RequestError(
+                    "max_tokens is the old name of max_completion_tokens; send one of them", "max_tokens"
+                )
             self.max_tokens = self.max_completion_tokens
         if self.top_logprobs is not None and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
@@ -206,7 +212,9 @@ def _first_error(error: ValidationError, kind: type[BaseModel]) -> ApiError:
     param = ".".join(map(str, first["loc"]))[:100] or None  # a field's name can be as long as the body
     match first["type"]:
         case "extra_forbidden":
-            known = ", ".join(sorted(kind.model_fields)) if len(first["loc"]) == 1 else "the OpenAI API's, as far as served"
+            known = (
+                ", ".join(sorted(kind.model_fields)) if len(first["loc"]) == 1 else "the OpenAI API's, as far as served"
+            )
             message = f"{param} is not a field that is known here; allowed: {known}"
         case "missing":
             message = f"{param} is missing; it is a required field"

@@ -60,7 +60,9 @@ def listen(host: str, port: int) -> socket.socket:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=2048)
     except (OSError, OverflowError) as error:
-        raise ConfigError(f"cannot listen on {host} port {port}: {error}; change --host or --port (0 takes a free one)") from None
+        raise ConfigError(
+            f"cannot listen on {host} port {port}: {error}; change --host or --port (0 takes a free one)"
+        ) from None
 
 
 def serve(app: FastAPI, worker: EngineWorker, listener: socket.socket, shutdown_timeout: float) -> bool:

@@ -160,7 +160,9 @@ class EngineWorker:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._stopping = True
         self._inbox.put(None)
         self._thread.join(JOIN_SECONDS)
@@ -192,7 +194,9 @@ class EngineWorker:
         if not self._thread.is_alive():
             raise EngineFailedError("the engine has stopped")
         if self.num_open + len(prompts) > self._max_open:
-            raise QueueFullError(f"{self.num_open} requests are open and {self._max_open} is the limit; try again later")
+            raise QueueFullError(
+                f"{self.num_open} requests are open and {self._max_open} is the limit; try again later"
+            )
         self._loop = asyncio.get_running_loop()
         stream = Stream([uuid.uuid4().hex for _ in prompts])
         for request_id, prompt in zip(stream.request_ids, prompts, strict=True):

@@ -132,5 +132,7 @@ def test_exports_are_lazy_and_complete() -> None:
 def test_the_page_about_the_command_line_is_current() -> None:
     script = REPO / "scripts" / "gen_cli_docs.py"
     environment = {**os.environ, "PYTHONPATH": str(REPO)}
-    result = subprocess.run([sys.executable, script, "--check"], env=environment, capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        [sys.executable, script, "--check"], env=environment, capture_output=True, text=True, check=False
+    )
     assert result.returncode == 0, result.stderr

@@ -55,12 +55,28 @@ def test_a_chat_goes_through_the_template() -> None:
 
 
 def test_a_seed_makes_sampling_repeatable_and_options_arrive() -> None:
-    words = ("--prompt", "abc", "--temperature", "2", "--top-k", "50", "--top-p", "0.9", "--seed", "3", "--json", "--max-tokens", "12")
+    words = (
+        "--prompt",
+        "abc",
+        "--temperature",
+        "2",
+        "--top-k",
+        "50",
+        "--top-p",
+        "0.9",
+        "--seed",
+        "3",
+        "--json",
+        "--max-tokens",
+        "12",
+    )
     first, second = (generate(*words).document["outputs"][0]["token_ids"] for _ in range(2))
     assert first == second
     greedy = generate("--prompt", "abc", "--json", "--max-tokens", "12", "--logprobs", "2").document["outputs"][0]
     assert greedy["token_ids"] != first
-    assert all(row["rank"] == 1 and len(row["top"]) == 2 and row["token_id"] == row["top"][0][0] for row in greedy["logprobs"])
+    assert all(
+        row["rank"] == 1 and len(row["top"]) == 2 and row["token_id"] == row["top"][0][0] for row in greedy["logprobs"]
+    )
 
 
 def test_a_stop_text_ends_the_answer_before_it() -> None:

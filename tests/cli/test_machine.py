@@ -28,7 +28,9 @@ def test_targets_are_present_or_cross_and_none_is_lost() -> None:
 def test_a_missing_compiler_is_said_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGEGEN_CXX", "no-such-compiler")
     rows = run("targets", "--json").document["present"]
-    assert all(row["compiler"] is None and "PAGEGEN_CXX" in row["missing"] for row in rows if row["name"].startswith("cpu"))
+    assert all(
+        row["compiler"] is None and "PAGEGEN_CXX" in row["missing"] for row in rows if row["name"].startswith("cpu")
+    )
     result = run("doctor", "--json")
     compiler = next(check for check in result.document["checks"] if check["name"] == "compiler")
     assert result.status == 1
@@ -62,7 +64,11 @@ def fill(cache: Path) -> None:
 def test_cache_lists_kernels_and_packages(own_cache: Path) -> None:
     fill(own_cache)
     document = run("cache", "list", "--json").document
-    assert {(row["kind"], row["bytes"]) for row in document["rows"]} == {("kernel", 100), ("kernel", 2000), ("package", 30)}
+    assert {(row["kind"], row["bytes"]) for row in document["rows"]} == {
+        ("kernel", 100),
+        ("kernel", 2000),
+        ("package", 30),
+    }
     assert document["bytes"] == 2130
     assert "tuned" in run("cache", "list").stdout
 

@@ -118,4 +118,10 @@ def test_bad_sizes_name_the_flag(text: str) -> None:
 
 
 def test_sizes_for_people() -> None:
-    assert [format_size(n) for n in (0, 1023, 1536, 5 << 30, 3 << 40)] == ["0 B", "1023 B", "1.5 KiB", "5.0 GiB", "3072.0 GiB"]
+    assert [format_size(n) for n in (0, 1023, 1536, 5 << 30, 3 << 40)] == [
+        "0 B",
+        "1023 B",
+        "1.5 KiB",
+        "5.0 GiB",
+        "3072.0 GiB",
+    ]

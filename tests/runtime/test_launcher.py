@@ -49,7 +49,13 @@ def test_a_named_package_brings_its_own_block_size_and_layout(own: KernelSpec, m
 
 
 @pytest.mark.parametrize(
-    "other", [SPEC.replace(q_heads=4), SPEC.replace(dtype="bf16", kv_dtype="bf16"), SPEC.replace(scale=0.5), SPEC.replace(causal=False)]
+    "other",
+    [
+        SPEC.replace(q_heads=4),
+        SPEC.replace(dtype="bf16", kv_dtype="bf16"),
+        SPEC.replace(scale=0.5),
+        SPEC.replace(causal=False),
+    ],
 )
 def test_a_package_that_does_not_fit_is_refused_with_both_sides_and_the_remedy(
     other: KernelSpec, monkeypatch: pytest.MonkeyPatch

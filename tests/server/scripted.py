@@ -217,7 +217,9 @@ def live(
         thread.start()
         try:
             limits = httpx.Limits(max_connections=None)
-            with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30, limits=limits, trust_env=False) as client:
+            with httpx.Client(
+                base_url=f"http://127.0.0.1:{port}", timeout=30, limits=limits, trust_env=False
+            ) as client:
                 yield Live(engine, worker, client, port)
         finally:
             server.should_exit = True

@@ -71,7 +71,11 @@ def test_control_tokens_in_a_prompt_are_plain_text(server: Live) -> None:
 
 def test_parts_of_a_message_are_joined_and_null_is_empty(server: Live) -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": None}, {"role": "user", "content": "c"}]
+    messages = [
+        {"role": "user", "content": parts},
+        {"role": "assistant", "content": None},
+        {"role": "user", "content": "c"},
+    ]
     server.client.post("/v1/chat/completions", json={"model": NAME, "messages": messages})
     seen = bytes(token for token in server.engine.seen[-1][0] if token < 256)
     assert seen == b"user\nab\nassistant\n\nuser\nc\nassistant\n"
@@ -87,7 +91,15 @@ def test_a_chats_limit_has_two_names_and_its_default_is_what_fits(server: Live, 
 
 
 def test_sampling_options_reach_the_engine(server: Live) -> None:
-    options = {"temperature": 0.5, "top_p": 0.9, "top_k": 3, "seed": 7, "stop": "END", "stop_token_ids": [5], "ignore_eos": True}
+    options = {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 3,
+        "seed": 7,
+        "stop": "END",
+        "stop_token_ids": [5],
+        "ignore_eos": True,
+    }
     server.complete(**options)
     params = server.engine.seen[-1][1]
     assert {name: getattr(params, name) for name in options} == options | {"stop": ("END",), "stop_token_ids": (5,)}
@@ -132,7 +144,12 @@ def test_a_chat_stream_says_the_role_once(server: Live) -> None:
 
 
 def test_an_answer_without_text_still_ends_properly(server: Live) -> None:
-    assert server.complete("e").json()["choices"][0] == {"index": 0, "text": "", "logprobs": None, "finish_reason": "stop"}
+    assert server.complete("e").json()["choices"][0] == {
+        "index": 0,
+        "text": "",
+        "logprobs": None,
+        "finish_reason": "stop",
+    }
     *chunks, done = server.events("/v1/completions", prompt="e")
     assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == ["stop"] and done == "[DONE]"
 

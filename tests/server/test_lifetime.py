@@ -92,7 +92,9 @@ def test_a_client_that_does_not_read_costs_its_own_text_and_no_more() -> None:
         data = b""
         while not data.endswith(b"[DONE]\n\n\r\n0\r\n\r\n"):
             data += stalled[0].recv(1 << 20)
-        texts = [json.loads(line[6:])["choices"][0]["text"] for line in data.split(b"\n") if line.startswith(b"data: {")]
+        texts = [
+            json.loads(line[6:])["choices"][0]["text"] for line in data.split(b"\n") if line.startswith(b"data: {")
+        ]
         assert "".join(texts) == "a" * LONG  # nothing is lost
         for connection in stalled:
             connection.close()

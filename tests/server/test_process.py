@@ -41,10 +41,26 @@ if __name__ == "__main__":
 def test_generate_and_serve_reach_nothing_outside(tmp_path: Path) -> None:
     script = tmp_path / "guarded.py"
     script.write_text(GUARDED)
-    environment = {**os.environ, "PAGEGEN_CACHE": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PAGEGEN_CACHE": str(tmp_path / "cache"),
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+    }
     model = ("dummy:tiny", "--dtype", "fp32", "--kv-blocks", "64")
 
-    words = [sys.executable, str(script), "generate", *model, "--prompt", "abc", "--max-tokens", "8", "--ignore-eos", "--json"]
+    words = [
+        sys.executable,
+        str(script),
+        "generate",
+        *model,
+        "--prompt",
+        "abc",
+        "--max-tokens",
+        "8",
+        "--ignore-eos",
+        "--json",
+    ]
     generated = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=200, check=False)
     assert generated.returncode == 0, generated.stderr
     text = json.loads(generated.stdout)["outputs"][0]["text"]
@@ -59,7 +75,9 @@ def test_generate_and_serve_reach_nothing_outside(tmp_path: Path) -> None:
             response = httpx.post(f"{url}/completions", json=body, timeout=60, trust_env=False)
             assert response.json()["choices"][0]["text"] == text  # the same weights, kernels and sampler
 
-            with httpx.stream("POST", f"{url}/completions", json={**body, "stream": True}, timeout=60, trust_env=False) as stream:
+            with httpx.stream(
+                "POST", f"{url}/completions", json={**body, "stream": True}, timeout=60, trust_env=False
+            ) as stream:
                 pieces = stream.iter_lines()
                 first = next(pieces)
                 process.send_signal(signal.SIGTERM)

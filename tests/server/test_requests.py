@@ -60,7 +60,23 @@ def test_a_bad_value_is_400_and_names_its_field(server: Live, path: str, field: 
     assert error["type"] == "invalid_request_error"
 
 
-BAD_PROMPTS: list[Any] = ["", [], [""], ["a", ""], [[]], [[1], []], 5, None, {}, ["a", 5], [1, "a"], [1.5], [True], [-1], [300]]
+BAD_PROMPTS: list[Any] = [
+    "",
+    [],
+    [""],
+    ["a", ""],
+    [[]],
+    [[1], []],
+    5,
+    None,
+    {},
+    ["a", 5],
+    [1, "a"],
+    [1.5],
+    [True],
+    [-1],
+    [300],
+]
 BAD_COMPLETIONS: list[tuple[str, Any]] = [
     *[("prompt", value) for value in (*BAD_PROMPTS, ["a"] * 10000, "\ud800")],
     *[("logprobs", value) for value in (-1, 21, "2", True)],
@@ -88,7 +104,10 @@ def test_a_completion_that_cannot_be_served_is_400(server: Live, field: str, val
         ({"messages": [{"content": "x"}]}, "messages.0.role"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, "messages.0.role"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}, "messages.0.content.0.type"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
+            "messages.0.content.0.type",
+        ),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
         ({"messages": [{"role": "assistant", "content": None, "tool_calls": []}]}, "messages.0.tool_calls"),
         ({"chat_template": "{{ x }}"}, "chat_template"),
@@ -125,7 +144,15 @@ def test_a_body_that_is_not_json_is_400(server: Live, content: bytes) -> None:
 
 def test_neutral_values_of_unsupported_fields_are_taken(server: Live) -> None:
     neutral = {"n": 1, "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "user": "me", "stream": False}
-    off = {"best_of": 1, "echo": False, "suffix": None, "stop": None, "seed": None, "logprobs": None, "temperature": None}
+    off = {
+        "best_of": 1,
+        "echo": False,
+        "suffix": None,
+        "stop": None,
+        "seed": None,
+        "logprobs": None,
+        "temperature": None,
+    }
     assert server.complete(**neutral, **off).json()["choices"][0]["text"] == "ABC"
     assert server.complete(stop=[]).status_code == 200
 
@@ -156,7 +183,9 @@ def test_a_body_that_is_too_large_is_413(server: Live) -> None:
     ("num_prompt", "max_tokens", "status"),
     [(MAX_MODEL_LEN - 1, 1, 200), (MAX_MODEL_LEN - 1, 5, 400), (MAX_MODEL_LEN, 1, 400), (MAX_MODEL_LEN + 1, 1, 400)],
 )
-def test_prompt_and_max_tokens_share_the_models_limit(server: Live, num_prompt: int, max_tokens: int, status: int) -> None:
+def test_prompt_and_max_tokens_share_the_models_limit(
+    server: Live, num_prompt: int, max_tokens: int, status: int
+) -> None:
     response = server.complete([97] * num_prompt, max_tokens=max_tokens)
     assert response.status_code == status
     if status == 400:
@@ -181,7 +210,11 @@ def test_one_bad_prompt_refuses_the_whole_list_and_leaves_nothing_running(server
 
 @pytest.mark.parametrize(
     ("template", "said"),
-    [("{{ raise_exception('no system role here') }}", "no system role here"), (None, "no chat template"), ("{{ x.y.z }}", "chat template")],
+    [
+        ("{{ raise_exception('no system role here') }}", "no system role here"),
+        (None, "no chat template"),
+        ("{{ x.y.z }}", "chat template"),
+    ],
 )
 def test_a_template_that_refuses_is_the_clients_error(template: str | None, said: str) -> None:
     tokenizer = DummyModel("tiny").tokenizer()

@@ -64,8 +64,9 @@ def test_sigterm_lets_open_streams_end_and_answers_503_meanwhile() -> None:
             streams = [pool.submit(client.stream, 100) for _ in range(2)]
             client.signal_when_open(2)
             client.until("draining")
-            refused = httpx.get(f"{client.url}/health", trust_env=False), httpx.post(
-                f"{client.url}/v1/completions", json={"model": NAME, "prompt": "a"}, trust_env=False
+            refused = (
+                httpx.get(f"{client.url}/health", trust_env=False),
+                httpx.post(f"{client.url}/v1/completions", json={"model": NAME, "prompt": "a"}, trust_env=False),
             )
             results.extend([*(response.status_code for response in refused), *(stream.result() for stream in streams)])
 

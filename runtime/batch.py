@@ -88,5 +88,7 @@ def _block_table(rows: tuple[ScheduledSequence, ...], block_manager: BlockManage
 
 def _logits_rows(rows: tuple[ScheduledSequence, ...], cu_seqlens: np.ndarray) -> np.ndarray:
     sampled = [cu_seqlens[i + 1] - 1 for i, row in enumerate(rows) if row.completes]
-    prompt = [cu_seqlens[i] + position - row.start for i, row in enumerate(rows) for position in prompt_logprob_positions(row)]
+    prompt = [
+        cu_seqlens[i] + position - row.start for i, row in enumerate(rows) for position in prompt_logprob_positions(row)
+    ]
     return np.array(sampled + prompt, dtype=np.int64)

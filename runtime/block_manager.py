@@ -34,7 +34,9 @@ class BlockManager:
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         if num_blocks < 1 or block_size < 1:
-            raise ConfigError(f"a KV pool of {num_blocks} blocks of {block_size} tokens holds nothing; both must be at least 1")
+            raise ConfigError(
+                f"a KV pool of {num_blocks} blocks of {block_size} tokens holds nothing; both must be at least 1"
+            )
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._free = deque(range(num_blocks))  # the longest free is taken first
@@ -103,7 +105,9 @@ class BlockManager:
         """
         needed = self._blocks_to_append(seq_id, num_tokens)
         if needed > len(self._free):
-            raise ValueError(f"sequence {seq_id} needs {needed} blocks for {num_tokens} tokens, {len(self._free)} are free")
+            raise ValueError(
+                f"sequence {seq_id} needs {needed} blocks for {num_tokens} tokens, {len(self._free)} are free"
+            )
         table, copies = self._tables[seq_id], []
         if num_tokens and self._writes_shared_block(seq_id):
             source, table[-1] = table[-1], self._take()
@@ -141,7 +145,8 @@ class BlockManager:
         """Raises AuditError unless the books balance. O(1); `full` recounts everything."""
         if self._num_references != self._num_table_entries or self._num_references < self.num_used_blocks:
             raise AuditError(
-                f"{self._num_references} references, {self._num_table_entries} table entries, {self.num_used_blocks} used blocks"
+                f"{self._num_references} references, {self._num_table_entries} table entries, "
+                f"{self.num_used_blocks} used blocks"
             )
         if full:
             self._audit_full()

@@ -41,7 +41,7 @@ class EngineConfig:
 
     `max_model_len` bounds the positions that are computed, None being the model's own limit; the last sampled token is
     not computed, so a prompt of exactly that length gets one token. The KV pool has `num_blocks` blocks, or as many as
-    fit into `kv_cache_bytes` (1 GiB if neither is given), and never more than `max_num_seqs` full-length sequences fill.
+    fit into `kv_cache_bytes` (1 GiB if neither is given), but no more than `max_num_seqs` full-length sequences fill.
     `dtype` is that of weights, activations and cache.
     """
 
@@ -142,11 +142,15 @@ class Engine:
     Raises KernelError if the kernels are not for this model, ConfigError if the limits do not fit it.
     """
 
-    def __init__(self, model: CausalLM, kernels: PagedKernels, tokenizer: Tokenizer | None, config: EngineConfig) -> None:
+    def __init__(
+        self, model: CausalLM, kernels: PagedKernels, tokenizer: Tokenizer | None, config: EngineConfig
+    ) -> None:
         _check_fit(model, kernels, config)
         model_limit = model.config.max_position_embeddings
         if config.max_model_len is not None and config.max_model_len > model_limit:
-            raise ConfigError(f"max_model_len={config.max_model_len} exceeds the model's {model_limit} positions; lower max_model_len")
+            raise ConfigError(
+                f"max_model_len={config.max_model_len} exceeds the model's {model_limit} positions; lower max_model_len"
+            )
         self.model = model
         self.kernels = kernels
         self.tokenizer = tokenizer
@@ -154,8 +158,12 @@ class Engine:
         num_blocks = _num_blocks(config, kernels, model.config.num_layers, self.max_model_len)
         self.kv_cache = KVCache(kernels.spec, model.config.num_layers, num_blocks)
         self.block_manager = BlockManager(num_blocks, kernels.spec.block_size)
-        self.scheduler = Scheduler(SchedulerConfig(config.max_num_seqs, config.max_num_batched_tokens), self.block_manager)
-        self._eos_token_ids = frozenset(model.config.eos_token_ids) | frozenset(tokenizer.eos_token_ids if tokenizer else ())
+        self.scheduler = Scheduler(
+            SchedulerConfig(config.max_num_seqs, config.max_num_batched_tokens), self.block_manager
+        )
+        self._eos_token_ids = frozenset(model.config.eos_token_ids) | frozenset(
+            tokenizer.eos_token_ids if tokenizer else ()
+        )
         self._requests: dict[str, _Request] = {}
         self._arrivals = itertools.count()
         self._num_steps = self._num_computed_tokens = self._num_generated_tokens = self._peak_blocks = 0
@@ -179,7 +187,8 @@ class Engine:
             prompt_token_ids,
             params,
             max_num_tokens=min(len(prompt_token_ids) + params.max_tokens, self.max_model_len + 1),
-            stop_token_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_token_ids),
+            stop_token_ids=frozenset(params.stop_token_ids)
+            | (frozenset() if params.ignore_eos else self._eos_token_ids),
         )
         self.scheduler.add(sequence)
         detokenizer = Detokenizer(self.tokenizer, prompt_token_ids, params.stop) if self.tokenizer else None
@@ -249,7 +258,9 @@ class Engine:
         scored = [(row.sequence, position) for row in scheduled.rows for position in prompt_logprob_positions(row)]
         if not scored:
             return
-        targets = torch.tensor([sequence.token_ids[position + 1] for sequence, position in scored], device=logits.device)
+        targets = torch.tensor(
+            [sequence.token_ids[position + 1] for sequence, position in scored], device=logits.device
+        )
         counts = [sequence.params.prompt_logprobs or 0 for sequence, _ in scored]
         for (sequence, position), found in zip(scored, token_logprobs(logits, targets, counts), strict=True):
             self._requests[sequence.request_id].prompt_logprobs[position] = found
@@ -286,18 +297,26 @@ class Engine:
         if not length:
             raise RequestError("the prompt has no tokens; send at least one", "prompt")
         if length > self.max_model_len:
-            raise RequestError(f"the prompt has {length} tokens, max_model_len is {self.max_model_len}; shorten the prompt", "prompt")
+            raise RequestError(
+                f"the prompt has {length} tokens, max_model_len is {self.max_model_len}; shorten the prompt", "prompt"
+            )
         for token in token_ids:
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
-                raise RequestError(f"token id {token!r} is not in the vocabulary; allowed: 0 to {vocab_size - 1}", "prompt")
+                raise RequestError(
+                    f"token id {token!r} is not in the vocabulary; allowed: 0 to {vocab_size - 1}", "prompt"
+                )
 
 
 def _check_fit(model: CausalLM, kernels: PagedKernels, config: EngineConfig) -> None:
     if not model.dtype is kernels.spec.dtype is config.dtype:
-        raise ConfigError(f"model {model.dtype}, kernels {kernels.spec.dtype} and config {config.dtype} differ; give all one dtype")
+        raise ConfigError(
+            f"model {model.dtype}, kernels {kernels.spec.dtype} and config {config.dtype} differ; give all one dtype"
+        )
     needed = model.config.kernel_spec(model.dtype, kernels.spec.block_size, kernels.spec.kv_layout)
     if kernels.spec != needed:
-        raise KernelError(f"the kernels compute {kernels.spec.slug}, the model needs {needed.slug}; run `pagegen tune {needed.slug}`")
+        raise KernelError(
+            f"the kernels compute {kernels.spec.slug}, the model needs {needed.slug}; run `pagegen tune {needed.slug}`"
+        )
 
 
 def _num_blocks(config: EngineConfig, kernels: PagedKernels, num_layers: int, max_model_len: int) -> int:
@@ -307,6 +326,8 @@ def _num_blocks(config: EngineConfig, kernels: PagedKernels, num_layers: int, ma
     size = block_bytes(kernels.spec, num_layers)
     budget = config.kv_cache_bytes or DEFAULT_KV_CACHE_BYTES
     if budget < size:
-        raise ConfigError(f"kv_cache_bytes={budget} holds no KV block of {size} bytes; raise kv_cache_bytes or lower the block size")
+        raise ConfigError(
+            f"kv_cache_bytes={budget} holds no KV block of {size} bytes; raise kv_cache_bytes or lower the block size"
+        )
     useful = config.max_num_seqs * -(-max_model_len // kernels.spec.block_size)
     return min(budget // size, useful)

@@ -40,7 +40,7 @@ class KVCache:
 
 
 def _independent(copies: Iterable[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
-    """Splits copies, in order, into launches whose pairs can run at the same time: no destination twice or read from."""
+    """Splits copies, in order, into launches whose pairs can run together: no destination twice or read from."""
     pairs: list[tuple[int, int]] = []
     read: set[int] = set()
     written: set[int] = set()

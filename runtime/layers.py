@@ -40,7 +40,7 @@ class RMSNorm:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class RotaryEmbedding:
-    """Rotate-half rotary embedding (Su et al. 2021): dim i pairs with dim i + head_dim / 2, at frequency inv_freq[i]."""
+    """Rotate-half rotary embedding (Su et al. 2021): dim i turns with dim i + head_dim / 2, at inv_freq[i]."""
 
     inv_freq: torch.Tensor  # [head_dim / 2], float32
 
@@ -92,7 +92,9 @@ class Checkpoint:
     Raises ModelError naming the first weight that is missing, misshapen or unknown: a checkpoint is never half used.
     """
 
-    def __init__(self, weights: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> None:
+    def __init__(
+        self, weights: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
+    ) -> None:
         for name, shape in shapes.items():
             if name not in weights:
                 raise ModelError(f"weight {name} is missing; the checkpoint does not match its config")
@@ -100,7 +102,9 @@ class Checkpoint:
                 raise ModelError(f"weight {name} has shape {found}, its config says {shape}")
         unknown = [name for name in weights if name not in shapes and not name.endswith(_REDUNDANT)]
         if unknown:
-            raise ModelError(f"weight {unknown[0]} has no place in this architecture; the checkpoint does not match its config")
+            raise ModelError(
+                f"weight {unknown[0]} has no place in this architecture; the checkpoint does not match its config"
+            )
         self._weights = weights
         self.dtype = dtype
 
@@ -120,4 +124,7 @@ class Checkpoint:
         return torch.cat([self.tensor(name) for name in names]) if len(names) > 1 else self.tensor(names[0])
 
 
-_REDUNDANT = ("rotary_emb.inv_freq", "lm_head.weight")  # old files store the former; the latter is a copy where it is tied
+_REDUNDANT = (
+    "rotary_emb.inv_freq",
+    "lm_head.weight",
+)  # old files store the former; the latter is a copy where it is tied

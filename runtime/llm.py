@@ -24,8 +24,8 @@ class LLM:
     """A model with an engine of its own.
 
     `model` is a MODEL word: a Hugging Face folder, a .gguf file, a short name or `dummy:NAME`. `kernels` is a kernel
-    package's folder, or any PagedKernels; None takes the user's cached package or builds the default config. Limits as in
-    EngineConfig. Raises ModelError, PackageError, BuildError or ConfigError for what cannot be loaded.
+    package's folder, or any PagedKernels; None takes the user's cached package or builds the default config. The limits
+    are those of EngineConfig. Raises ModelError, PackageError, BuildError or ConfigError for what cannot be loaded.
     """
 
     def __init__(
@@ -58,7 +58,9 @@ class LLM:
             package = None if kernels is None else Path(kernels)
             kernels, _ = find_kernels(source.config.kernel_spec(config.dtype, block_size), package)
         self.tokenizer = source.tokenizer()
-        self.engine = Engine(build_model(source.config, source.weights(), config.dtype), kernels, self.tokenizer, config)
+        self.engine = Engine(
+            build_model(source.config, source.weights(), config.dtype), kernels, self.tokenizer, config
+        )
         self._request_ids = map(str, itertools.count())
 
     def generate(
@@ -96,7 +98,9 @@ class LLM:
         params = params or SamplingParams()
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
-            raise RequestError(f"{len(prompts)} prompts and {len(each)} params; give one SamplingParams for all, or one each", "params")
+            raise RequestError(
+                f"{len(prompts)} prompts and {len(each)} params; give one SamplingParams for all, or one each", "params"
+            )
         request_ids = [next(self._request_ids) for _ in prompts]
         outputs: dict[str, RequestOutput] = {}
         try:

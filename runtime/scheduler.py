@@ -79,12 +79,12 @@ class _Iteration:
 class Scheduler:
     """First come, first served: every running sequence arrived before every waiting one.
 
-    Decodes go first, then prompts in chunks, then new sequences, until the token budget is spent. A sequence is admitted
-    when the blocks of all its tokens are free and one more for each running sequence: those may need one within
-    `block_size` iterations, and a sequence admitted without that would be preempted by its elders' growth. When a decode
-    finds no block, the latest arrived gives all of its blocks back and is computed anew later; not in the same iteration,
-    as it needs them all and an elder took one. The oldest is never chosen, and `add` refuses what cannot finish alone: so
-    the oldest always advances, and all of them end.
+    Decodes go first, then prompts in chunks, then new sequences, until the token budget is spent. A sequence is
+    admitted when the blocks of all its tokens are free and one more for each running sequence: those may need one
+    within `block_size` iterations, and a sequence admitted without that would be preempted by its elders' growth. When
+    a decode finds no block, the latest arrived gives all of its blocks back and is computed anew later; not in the same
+    iteration, as it needs them all and an elder took one. The oldest is never chosen, and `add` refuses what cannot
+    finish alone: so the oldest always advances, and all of them end.
     """
 
     def __init__(self, config: SchedulerConfig, block_manager: BlockManager) -> None:
@@ -103,14 +103,14 @@ class Scheduler:
         blocks = self.block_manager
         if blocks.can_allocate(sequence.max_kv_tokens) is Allocation.NEVER:
             raise RequestError(
-                f"request {sequence.request_id!r}: {sequence.prompt_len} prompt tokens and {sequence.params.max_tokens} new "
-                f"ones need {blocks.blocks_for(sequence.max_kv_tokens)} KV blocks, the pool has {blocks.num_blocks} of "
-                f"{blocks.block_size} tokens; shorten the prompt, lower max_tokens, or give the engine more KV memory"
+                f"request {sequence.request_id!r}: {sequence.prompt_len} prompt tokens and {sequence.params.max_tokens} "
+                f"new ones need {blocks.blocks_for(sequence.max_kv_tokens)} KV blocks, the pool has {blocks.num_blocks} "
+                f"of {blocks.block_size} tokens; shorten the prompt, lower max_tokens, or give the engine more KV memory"
             )
         self.waiting.append(sequence)
 
     def schedule(self) -> ScheduledBatch:
-        """Plans one iteration and takes its blocks; empty only if there is no work. `update` follows, or `finish` of all rows."""
+        """Plans one iteration and takes its blocks; empty only if there is no work. `update` must follow."""
         iteration = _Iteration(self.config.max_num_batched_tokens)
         self._schedule_decodes(iteration)
         self._schedule_prefills(iteration)
@@ -170,7 +170,7 @@ class Scheduler:
             iteration.take(sequence)
 
     def _make_room(self, sequence: Sequence, iteration: _Iteration) -> bool:
-        """Takes the slots of the sequence's newest token, preempting later arrivals; False if it was the latest itself."""
+        """Takes the slot of the newest token, preempting later arrivals; False if the sequence was the latest itself."""
         blocks, seq_id = self.block_manager, sequence.seq_id
         while not blocks.can_append(seq_id, missing := sequence.num_tokens - blocks.num_tokens(seq_id)):
             victim = self.running[-1]

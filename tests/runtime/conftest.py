@@ -10,7 +10,7 @@ import torch
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
-    """OpenMP's threads spin at every barrier: two of them on a machine that others use too make these tests 5 times slower."""
+    """OpenMP's threads spin at every barrier: on a machine that others use too, two of them take 5 times longer."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -41,14 +41,17 @@ def test_a_sequence_holds_exactly_the_blocks_of_its_tokens(block_size: int) -> N
         blocks.audit(full=True)
 
 
-@pytest.mark.parametrize(("num_tokens", "headroom", "answer"), [
-    (0, 0, Allocation.OK),
-    (8, 0, Allocation.OK),
-    (9, 0, Allocation.LATER),
-    (8, 1, Allocation.LATER),
-    (16, 9, Allocation.LATER),
-    (17, 0, Allocation.NEVER),
-])
+@pytest.mark.parametrize(
+    ("num_tokens", "headroom", "answer"),
+    [
+        (0, 0, Allocation.OK),
+        (8, 0, Allocation.OK),
+        (9, 0, Allocation.LATER),
+        (8, 1, Allocation.LATER),
+        (16, 9, Allocation.LATER),
+        (17, 0, Allocation.NEVER),
+    ],
+)
 def test_allocation_is_possible_now_later_or_never(num_tokens: int, headroom: int, answer: Allocation) -> None:
     blocks = BlockManager(4, 4)
     blocks.allocate(0, 7)
@@ -202,7 +205,9 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def allocate(self, num_tokens: int) -> int:
         seq_id, free = self.new_id(), self.blocks.num_free_blocks
         answer = self.blocks.can_allocate(num_tokens)
-        assert answer == (Allocation.NEVER if num_tokens > 21 else Allocation.OK if num_tokens <= 3 * free else Allocation.LATER)
+        assert answer == (
+            Allocation.NEVER if num_tokens > 21 else Allocation.OK if num_tokens <= 3 * free else Allocation.LATER
+        )
         if answer is not Allocation.OK:
             return seq_id  # an id that holds nothing: free must bear it
         self.blocks.allocate(seq_id, num_tokens)

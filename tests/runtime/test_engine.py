@@ -88,7 +88,10 @@ def finish(engine: Engine, max_steps: int = 500) -> dict[str, RequestOutput]:
                 done[output.request_id] = output
         engine.block_manager.audit(full=True)
     stats = engine.stats()
-    assert not engine.has_work and stats.num_running == stats.num_waiting == stats.num_used_blocks == stats.kv_bytes_in_use == 0
+    assert (
+        not engine.has_work
+        and stats.num_running == stats.num_waiting == stats.num_used_blocks == stats.kv_bytes_in_use == 0
+    )
     for request_id, output in done.items():
         tokens, text = streamed[request_id]
         if tokens == list(output.token_ids):  # outputs before this call are not seen here
@@ -209,7 +212,9 @@ def test_limits_and_kernels_that_do_not_fit_the_model_are_refused() -> None:
         Engine(model, other, None, EngineConfig(dtype=DType.FP32))
 
 
-@pytest.mark.parametrize("name", ["max_num_seqs", "max_num_batched_tokens", "max_model_len", "num_blocks", "kv_cache_bytes"])
+@pytest.mark.parametrize(
+    "name", ["max_num_seqs", "max_num_batched_tokens", "max_model_len", "num_blocks", "kv_cache_bytes"]
+)
 @pytest.mark.parametrize("value", [0, -1, True, 1.5])
 def test_a_limit_that_is_no_positive_number_is_refused(name: str, value: object) -> None:
     with pytest.raises(ConfigError, match=name):
@@ -229,7 +234,9 @@ def test_the_pool_is_no_larger_than_the_sequences_that_may_run() -> None:
 
 
 def test_unusable_logits_end_their_own_request_alone() -> None:
-    engine = make_engine(ScriptedModel(lambda position, token: float("nan") if token == 120 else counting(position, token)))
+    engine = make_engine(
+        ScriptedModel(lambda position, token: float("nan") if token == 120 else counting(position, token))
+    )
     engine.add_request("sick", [118], SamplingParams(max_tokens=9, temperature=0.0))
     engine.add_request("well", [97], SamplingParams(max_tokens=9, temperature=0.0))
     done = finish(engine)
@@ -314,7 +321,10 @@ def test_tokens_and_logprobs_are_those_of_each_request_alone(
     done = finish(engine)
     for i, expected in enumerate(alone):
         assert done[str(i)].token_ids == expected.token_ids and done[str(i)].text == expected.text
-        for mine, theirs in ((done[str(i)].logprobs, expected.logprobs), (done[str(i)].prompt_logprobs, expected.prompt_logprobs)):
+        for mine, theirs in (
+            (done[str(i)].logprobs, expected.logprobs),
+            (done[str(i)].prompt_logprobs, expected.prompt_logprobs),
+        ):
             assert mine is not None and theirs is not None
             assert [entry.logprob for entry in mine] == pytest.approx([entry.logprob for entry in theirs], abs=1e-4)
     assert bool(engine.stats().num_preemptions) == preempts
@@ -325,7 +335,9 @@ def test_a_seeded_draw_does_not_depend_on_batch_mates_or_preemption(tiny: Causal
     expected = run_one(make_engine(tiny), "hello", params).token_ids
     engine = make_engine(tiny, num_blocks=10)
     for i in range(4):
-        engine.add_request(str(i), TINY.tokenizer().encode("hello"), params if i == 2 else dataclasses.replace(params, seed=None))
+        engine.add_request(
+            str(i), TINY.tokenizer().encode("hello"), params if i == 2 else dataclasses.replace(params, seed=None)
+        )
     done = finish(engine)
     assert done["2"].token_ids == expected != done["1"].token_ids
     assert done["2"].num_preemptions > 0

@@ -1,4 +1,4 @@
-"""Claims about SmolLM2-135M on generated kernels, against tokens and log-probabilities that transformers gave in fp32."""
+"""Claims about SmolLM2-135M on generated kernels, against tokens and logprobs that transformers gave in fp32."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from pagegen.spec import DType
 
 pytestmark = [pytest.mark.model, pytest.mark.compiler]
 
-CASES: list[dict[str, Any]] = json.loads((Path(__file__).parents[1] / "golden" / "smollm2_reference.json").read_text())["cases"]
+CASES: list[dict[str, Any]] = json.loads((Path(__file__).parents[1] / "golden" / "smollm2_reference.json").read_text())[
+    "cases"
+]
 
 
 def load(dtype: DType) -> LLM:
@@ -61,11 +63,16 @@ def test_a_chat_gives_the_references_prompt_and_answer(fp32: LLM) -> None:
 
 def test_sixteen_concurrent_requests_give_the_tokens_that_each_gives_alone(fp32: LLM) -> None:
     tokens = [token for case in CASES for token in case["prompt_ids"] + case["greedy_ids"]]
-    prompts = [tokens[7 * i : 7 * i + length] for i, length in enumerate((1, 2, 15, 16, 17, 31, 33, 3, 48, 5, 64, 7, 100, 9, 11, 13))]
+    prompts = [
+        tokens[7 * i : 7 * i + length]
+        for i, length in enumerate((1, 2, 15, 16, 17, 31, 33, 3, 48, 5, 64, 7, 100, 9, 11, 13))
+    ]
     params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, logprobs=2)
     alone = [fp32.generate([prompt], params)[0] for prompt in prompts]
     together = fp32.generate(prompts, params)
-    mismatches = [i for i, (mine, theirs) in enumerate(zip(together, alone, strict=True)) if mine.token_ids != theirs.token_ids]
+    mismatches = [
+        i for i, (mine, theirs) in enumerate(zip(together, alone, strict=True)) if mine.token_ids != theirs.token_ids
+    ]
     for i in mismatches:
         assert gap_where_they_part(together[i], alone[i]) < 1e-3, f"request {i}"
     assert len(mismatches) <= 1, "near-ties are rare"
@@ -79,7 +86,7 @@ def gap_where_they_part(mine: RequestOutput, theirs: RequestOutput) -> float:
 
 
 def test_bf16_stays_near_the_reference_teacher_forced(bf16: LLM) -> None:
-    """Rounding the weights to bf16 alone moves a logprob by up to 0.11 here; transformers in bf16 errs by up to 0.40, 0.061 on average.
+    """Rounding the weights alone to bf16 moves a logprob by up to 0.11; transformers in bf16 errs by up to 0.40.
 
     So 0.1 holds for nearly all of the top five, for whatever is likely, and where two tokens are not near-tied.
     """

@@ -19,7 +19,7 @@ class PagedAttention:
     kv_cache: KVCache
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Writes k and v [T, kv_heads, head_dim], then attends with q [T, q_heads, head_dim]; [T, q_heads * head_dim]."""
+        """Writes k, v [T, kv_heads, head_dim], attends with q [T, q_heads, head_dim]; gives [T, q_heads * head_dim]."""
         k_cache, v_cache = self.kv_cache.layers[layer]
         out = torch.empty((q.shape[0], q.shape[1], self.kernels.spec.dim_v), dtype=q.dtype, device=q.device)
         self.kernels.write_kv(k, v, k_cache, v_cache, batch.slot_mapping)

@@ -103,9 +103,10 @@ class Scheduler:
         blocks = self.block_manager
         if blocks.can_allocate(sequence.max_kv_tokens) is Allocation.NEVER:
             raise RequestError(
-                f"request {sequence.request_id!r}: {sequence.prompt_len} prompt tokens and {sequence.params.max_tokens} "
-                f"new ones need {blocks.blocks_for(sequence.max_kv_tokens)} KV blocks, the pool has {blocks.num_blocks} "
-                f"of {blocks.block_size} tokens; shorten the prompt, lower max_tokens, or give the engine more KV memory"
+                f"request {sequence.request_id!r}: {sequence.prompt_len} prompt tokens and up to "
+                f"{sequence.params.max_tokens} new ones need {blocks.blocks_for(sequence.max_kv_tokens)} KV blocks, the "
+                f"pool has {blocks.num_blocks} of {blocks.block_size} tokens; shorten the prompt, lower max_tokens, or "
+                "give the engine more KV memory"
             )
         self.waiting.append(sequence)
 
@@ -170,7 +171,7 @@ class Scheduler:
             iteration.take(sequence)
 
     def _make_room(self, sequence: Sequence, iteration: _Iteration) -> bool:
-        """Takes the slot of the newest token, preempting later arrivals; False if the sequence was the latest itself."""
+        """Takes the newest token's slot, preempting later arrivals; False if the sequence was the latest itself."""
         blocks, seq_id = self.block_manager, sequence.seq_id
         while not blocks.can_append(seq_id, missing := sequence.num_tokens - blocks.num_tokens(seq_id)):
             victim = self.running[-1]

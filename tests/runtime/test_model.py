@@ -134,7 +134,7 @@ def test_chunks_give_what_the_whole_prompt_gives(chunk: int) -> None:
 
 
 def test_prompts_and_decodes_in_one_batch_give_what_each_gives_alone() -> None:
-    lengths = (1, 3, 4, 11)
+    lengths = [1, 3, 4, 11]
     mixed = Session(BIASED)
     mixed.feed((0, prompt(5, 0)), (2, prompt(4, 2)))
     together = torch.split(mixed.feed(*((s, prompt(n, 10 + s)) for s, n in enumerate(lengths))), lengths)

@@ -421,7 +421,7 @@ class CppCopyBlocks(CppKernel):
         self._check(self._run(ctypes.byref(args)))
 
 
-CPP_KERNELS: dict[Op, type[CppAttend] | type[CppWriteKV] | type[CppCopyBlocks]] = {
+CPP_KERNELS: dict[Op, type[CppAttend | CppWriteKV | CppCopyBlocks]] = {
     Op.ATTEND: CppAttend,
     Op.WRITE_KV: CppWriteKV,
     Op.COPY_BLOCKS: CppCopyBlocks,

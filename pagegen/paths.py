@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
@@ -89,7 +90,26 @@ def write_atomic(path: Path, data: bytes | str) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Holds an exclusive lock on `path`. The kernel releases it when its holder dies, however it dies."""
-    with path.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+    """Holds an exclusive lock on the file `path`. The operating system releases it when its holder dies, however it dies.
+
+    The holder may remove the file: who waited for it then locks the new one.
+    """
+    while True:
+        with path.open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if not (path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())):
+                continue
+            yield
+            return
+
+
+def lock_of(entry: Path) -> Path:
+    """The lock file of a cache entry."""
+    return entry.with_name(f"{entry.name}.lock")
+
+
+def remove_entry(entry: Path) -> None:
+    """Removes a folder of the cache and its lock, while nobody is building it."""
+    with locked(lock_of(entry)):
+        shutil.rmtree(entry, ignore_errors=True)
+        lock_of(entry).unlink()

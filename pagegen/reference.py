@@ -85,7 +85,7 @@ class ReferenceKernels:
                 continue
             block, offset = divmod(slot, spec.block_size)
             if layout.k_order is Order.HDN:
-                k_cache[block, :, :, offset] = k[token].unflatten(-1, (-1, layout.x))
+                k_cache[block, :, :, offset] = k[token].view(spec.kv_heads, -1, layout.x)
             else:
                 token_view(layout.k_order, k_cache)[block, offset] = k[token]
             token_view(layout.v_order, v_cache)[block, offset] = v[token]

@@ -309,7 +309,7 @@ def parse_slug(slug: str) -> tuple[KernelSpec, Phase | None]:
     return KernelSpec.from_dict(fields), Phase(part["phase"]) if part["phase"] else None
 
 
-def _enum(kind: type[E], value: object, field: str) -> E:
+def _enum(kind: type[E], value: Any, field: str) -> E:
     try:
         return kind(value)
     except ValueError:

@@ -27,14 +27,17 @@ class Launched:
     message: str
 
 
-def launch(model: str, package: Path | None, config: EngineConfig, block_size: int = 16) -> Launched:
-    """Loads the model that a MODEL word names, on the kernels of `package` or those that `find_kernels` finds.
+def launch(model: str, kernels: PagedKernels | Path | None, config: EngineConfig, block_size: int = 16) -> Launched:
+    """Loads the model that a MODEL word names, on `kernels`, a package's folder, or what `find_kernels` finds.
 
     Kernels come first: what does not fit is refused before any weight is read. Raises ModelError, PackageError,
     BuildError or ConfigError.
     """
     source = resolve_model(model)
-    kernels, message = find_kernels(source.config.kernel_spec(config.dtype, block_size), package)
+    if kernels is None or isinstance(kernels, Path):
+        kernels, message = find_kernels(source.config.kernel_spec(config.dtype, block_size), kernels)
+    else:
+        message = f"kernels of the caller, {kernels.spec.slug}"
     tokenizer = source.tokenizer()
     engine = Engine(build_model(source.config, source.weights(), config.dtype), kernels, tokenizer, config)
     return Launched(source.name, engine, tokenizer, message)
@@ -52,12 +55,14 @@ def find_kernels(spec: KernelSpec, package: Path | None = None) -> tuple[PagedKe
         _require_fit(named, spec)
         return named, f"package {package}, {named.spec.slug} on {named.target.name}"
     found = find_package(spec.replace(layout=None), best_cpu())
+    why = "makes faster ones"
     if found is not None:
-        cached = load_package(found)
-        return cached, f"package {found.name} of the cache, {cached.spec.slug} on {cached.target.name}"
-    return default_kernels(spec), (
-        f"default config, {spec.slug} on {best_cpu().name}; `pagegen tune {spec.slug}` makes faster ones"
-    )
+        try:
+            cached = load_package(found)
+            return cached, f"package {found.name} of the cache, {cached.spec.slug} on {cached.target.name}"
+        except PackageError as error:  # nobody asked for this one: it must not be in the way
+            why = f"makes them anew (the cached ones are of no use: {error})"
+    return default_kernels(spec), f"default config, {spec.slug} on {best_cpu().name}; `pagegen tune {spec.slug}` {why}"
 
 
 def default_kernels(spec: KernelSpec) -> PagedKernels:

@@ -10,13 +10,11 @@ from typing import Any
 
 from pagegen.errors import ConfigError, RequestError
 from pagegen.kernel import PagedKernels
-from pagegen.runtime.engine import Engine, EngineConfig, RequestOutput
-from pagegen.runtime.models import build_model
+from pagegen.runtime.engine import EngineConfig, RequestOutput
 from pagegen.runtime.sampling_params import SamplingParams
 from pagegen.runtime.scheduler import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS
 from pagegen.runtime.sequence import FinishReason
 from pagegen.runtime.tokenizer import Message
-from pagegen.runtime.weights.resolve import resolve_model
 from pagegen.spec import DType
 
 
@@ -51,16 +49,11 @@ class LLM:
             kv_cache_bytes=kv_cache_bytes,
             dtype=DType(dtype),
         )
-        source = resolve_model(model)
-        if kernels is None or isinstance(kernels, str | Path):
-            from pagegen.runtime.launcher import find_kernels  # brings the compiler along
+        from pagegen.runtime.launcher import launch  # brings the compiler along
 
-            package = None if kernels is None else Path(kernels)
-            kernels, _ = find_kernels(source.config.kernel_spec(config.dtype, block_size), package)
-        self.tokenizer = source.tokenizer()
-        self.engine = Engine(
-            build_model(source.config, source.weights(), config.dtype), kernels, self.tokenizer, config
-        )
+        package = Path(kernels) if isinstance(kernels, str) else kernels
+        launched = launch(model, package, config, block_size)
+        self.tokenizer, self.engine = launched.tokenizer, launched.engine
         self._request_ids = map(str, itertools.count())
 
     def generate(

@@ -21,7 +21,7 @@ from typing import Any
 
 from ..errors import BuildError
 from ..kernel import ABI_VERSION, CPP_KERNELS, CppAttend, CppCopyBlocks, CppWriteKV
-from ..paths import compiler_override, kernel_cache, locked
+from ..paths import compiler_override, kernel_cache, lock_of, locked, remove_entry
 from ..spec import KernelSpec, Op
 from ..target import Target
 
@@ -36,6 +36,7 @@ FLAGS = (
     "-fno-trapping-math",
     "-ffp-contract=fast",
 )
+CACHE_ENTRIES = 4000  # builds kept, at about 100 kB each; several long tuning runs
 COMPILE_TIMEOUT = 300  # seconds; a template of ours takes a few
 
 
@@ -102,11 +103,19 @@ def _compile(product: _Product, text: str, target: Target) -> Path:
     cache = kernel_cache()
     folder = cache / key
     if not _is_whole(product, folder):
-        with locked(cache / f"{key}.lock"):
+        with locked(lock_of(folder)):
             if not _is_whole(product, folder):
                 _build(product, text, target, folder)
+        _evict(cache)
     os.utime(folder)  # last use, for `pagegen cache`
     return folder / product.output
+
+
+def _evict(cache: Path) -> None:
+    """Removes the least recently used builds beyond CACHE_ENTRIES."""
+    builds = sorted((build.parent.stat().st_mtime, build.parent) for build in cache.glob("[!.]*/build.json"))
+    for _, folder in builds[:-CACHE_ENTRIES]:
+        remove_entry(folder)
 
 
 def _key(product: _Product, text: str, target: Target) -> str:

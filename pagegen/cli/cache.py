@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import shutil
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from pagegen.cli._common import JsonOption, format_size, note, print_json, print_table
-from pagegen.paths import kernel_cache, locked, package_cache
+from pagegen.paths import kernel_cache, package_cache, remove_entry
 
 app = typer.Typer(rich_markup_mode=None)
 
@@ -49,7 +48,7 @@ def clear(
     """Delete built kernels; they are built again when they are needed."""
     doomed = [entry for entry in entries() if packages or entry.kind == "kernel"]
     for entry in doomed:
-        _delete(entry)
+        remove_entry(entry.path)
     freed = sum(entry.size for entry in doomed)
     if json:
         print_json({"removed": [str(entry.path) for entry in doomed], "bytes": freed})
@@ -69,13 +68,6 @@ def entries() -> list[Entry]:
 
 def _size(folder: Path) -> int:
     return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file() or path.is_symlink())
-
-
-def _delete(entry: Entry) -> None:
-    lock = entry.path.with_name(f"{entry.path.name}.lock")
-    with locked(lock):  # nobody is building it
-        shutil.rmtree(entry.path)
-        lock.unlink(missing_ok=True)
 
 
 def _when(seconds: float) -> str:

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from multiprocessing.synchronize import Barrier
@@ -20,7 +21,7 @@ from pagegen.build import build, cpp
 from pagegen.catalog import variant
 from pagegen.errors import BuildError, ConfigError, KernelError
 from pagegen.kernel import allocate_cache
-from pagegen.paths import cache_dir, kernel_cache
+from pagegen.paths import cache_dir, kernel_cache, lock_of, locked
 from pagegen.render import Source, render
 from pagegen.spec import KernelSpec, Op, parse_slug
 from pagegen.target import parse_target
@@ -261,3 +262,30 @@ def test_a_library_of_another_abi_or_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "no.so").write_bytes(b"not a library")
     with pytest.raises(KernelError, match="cannot be loaded"):
         cpp.load(tmp_path / "no.so", SPEC, Op.WRITE_KV)
+
+
+def test_the_least_recently_used_builds_make_room(stub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpp, "CACHE_ENTRIES", 2)
+    first, second = (cpp.compile_library(text, SCALAR).parent for text in "ab")
+    os.utime(first, (0, 0))
+    os.utime(second, (1, 1))
+    cpp.compile_library("a", SCALAR)  # used again, so it is `second` that goes
+    third = cpp.compile_library("c", SCALAR).parent
+    assert sorted(path.name for path in kernel_cache().glob("[!.]*/")) == sorted(path.name for path in (first, third))
+    assert not lock_of(second).exists()
+
+
+def test_a_lock_that_its_holder_removed_is_taken_anew(tmp_path: Path) -> None:
+    path, order = tmp_path / "lock", []
+
+    def wait() -> None:
+        with locked(path):
+            order.append(path.exists())
+
+    with locked(path):
+        waiter = threading.Thread(target=wait)
+        waiter.start()
+        time.sleep(0.05)
+        path.unlink()
+    waiter.join(10)
+    assert order == [True], "it holds a file that others will lock too"

@@ -87,6 +87,17 @@ def test_the_cache_is_asked_for_any_layout_on_this_cpu(monkeypatch: pytest.Monke
     assert kernels.spec.kv_layout.name == "HND" and message.startswith("package tuned of the cache")
 
 
+def test_a_cached_package_that_does_not_load_is_not_in_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> None:
+        raise PackageError("attend_0.so is not what the manifest says")
+
+    monkeypatch.setattr(launcher, "find_package", lambda spec, target: Path("made-up"))
+    monkeypatch.setattr(launcher, "load_package", refuse)
+    kernels, message = launcher.find_kernels(SPEC)
+    assert kernels.spec == SPEC
+    assert "default config" in message and "not what the manifest says" in message
+
+
 def test_launch_makes_an_engine_of_a_model_word() -> None:
     launched = launch("dummy:tiny", None, EngineConfig(dtype=DType.FP32, num_blocks=8), block_size=4)
     assert launched.name == "dummy:tiny"

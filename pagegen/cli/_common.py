@@ -119,20 +119,28 @@ def _model_spec(model: str) -> KernelSpec:
 
 
 def _is_file(word: str) -> bool:
-    return Path(word).suffix in (".yaml", ".yml", ".json") or Path(word).is_file()
+    try:
+        return Path(word).suffix in (".yaml", ".yml", ".json") or Path(word).is_file()
+    except OSError:  # longer than a file's name can be, for one
+        return False
 
 
 def _read_spec(path: Path) -> tuple[KernelSpec, Phase | None]:
     import yaml
 
     try:
-        values = yaml.safe_load(path.read_text())  # JSON is YAML
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise SpecError(f"spec file {path} cannot be read: {error}; `pagegen spec` prints one to start from") from None
-    if not isinstance(values, dict):
+        text = path.read_text(encoding="utf-8")
+        # JSON is not quite YAML: PyYAML refuses its tabs and takes its 1e-05 for a text.
+        values = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # ValueError: an impossible date or number
+        why = getattr(error, "strerror", None) or str(error)
+        raise SpecError(f"spec file {path} cannot be read: {why}; `pagegen spec` prints one to start from") from None
+    if not isinstance(values, dict) or not values:
         raise SpecError(f"spec file {path} holds no fields; `pagegen spec` prints one to start from")
+    if any(not isinstance(name, str) for name in values):
+        raise SpecError(f"spec file {path} has a field whose name is no text; `pagegen spec` prints one to start from")
     phase = values.pop("phase", None)
-    if phase is not None and phase not in set(Phase):
+    if phase is not None and phase not in tuple(Phase):
         raise SpecError(f"phase={phase!r} in {path} is not known; allowed: {', '.join(Phase)}, or leave it out for all")
     return KernelSpec.from_dict(values), Phase(phase) if phase else None
 
@@ -144,7 +152,7 @@ def parse_size(text: str | None, flag: str) -> int | None:
     """Bytes from `1500000`, `512M` or `1.5GiB` (K, M, G are powers of 1024). Raises ConfigError naming the flag."""
     if text is None:
         return None
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    match = re.fullmatch(r"(\d{1,18}(?:\.\d+)?)\s*([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE | re.ASCII)
     size = int(float(match[1]) * {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}[match[2].upper()]) if match else 0
     if size < 1:
         raise ConfigError(f"{flag} {text!r} is not a size; write bytes, or a number with K, M or G such as 512M")

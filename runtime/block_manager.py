@@ -8,21 +8,10 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from enum import StrEnum
+from collections.abc import Sequence
 
 from pagegen.errors import ConfigError
-
-
-class Allocation(StrEnum):
-    """Whether blocks can be had: now, once others give theirs back, or never in this pool."""
-
-    OK = "ok"
-    LATER = "later"
-    NEVER = "never"
-
-
-class AuditError(RuntimeError):
-    """The books do not balance: a defect of the block manager, not of its user."""
+from pagegen.runtime.policies import Allocation, AuditError, Demand, MemorySplit
 
 
 class BlockManager:
@@ -65,6 +54,11 @@ class BlockManager:
         """The sequence's physical blocks in order (int32): to read, not to change."""
         return self._tables[seq_id]
 
+    def filled(self, seq_id: int) -> list[int]:
+        """Tokens in each block of the sequence's table."""
+        length = self._lengths[seq_id]
+        return [min(length - start, self.block_size) for start in range(0, length, self.block_size)]
+
     def ref_count(self, block: int) -> int:
         """Tables that list the block."""
         return self._ref_counts[block]
@@ -73,12 +67,22 @@ class BlockManager:
         """Blocks that `num_tokens` tokens fill."""
         return -(-num_tokens // self.block_size)
 
-    def can_allocate(self, num_tokens: int, headroom: int = 0) -> Allocation:
-        """Whether a new sequence can have `num_tokens` slots while `headroom` blocks stay free for others."""
-        needed = self.blocks_for(num_tokens)
-        if needed > self.num_blocks:
+    def blocks_needed(self, demand: Demand) -> int:
+        """All sequences of the demand at their longest: they share what the prompt fills and nothing more."""
+        shared = len(demand.token_ids) // self.block_size
+        longest = self.blocks_for(max(demand.max_tokens, len(demand.token_ids)))
+        return shared + demand.num_sequences * (longest - shared)
+
+    def can_allocate(self, demand: Demand, *, headroom: int = 0) -> Allocation:
+        """Whether the demand's tokens can have slots while `headroom` blocks stay free for others."""
+        if self.blocks_needed(demand) > self.num_blocks:
             return Allocation.NEVER
+        needed = self.blocks_for(len(demand.token_ids))
         return Allocation.OK if needed + headroom <= len(self._free) else Allocation.LATER
+
+    def can_fork(self, parent: int, num_children: int = 1) -> bool:
+        """Always: a fork takes no block."""
+        return parent in self._tables
 
     def can_append(self, seq_id: int, num_tokens: int = 1) -> bool:
         """Whether `append` would succeed."""
@@ -86,8 +90,8 @@ class BlockManager:
 
     # --- changes -----------------------------------------------------------------------------------------------------
 
-    def allocate(self, seq_id: int, num_tokens: int) -> None:
-        """Gives a new sequence its first `num_tokens` slots. Needs `can_allocate`."""
+    def allocate(self, seq_id: int, demand: Demand, num_tokens: int) -> int:
+        """Gives a new sequence its first `num_tokens` slots; returns how many hold cached tokens."""
         if seq_id in self._tables:
             raise ValueError(f"sequence {seq_id} already holds blocks")
         self._tables[seq_id], self._lengths[seq_id] = array("i"), 0
@@ -96,6 +100,7 @@ class BlockManager:
         except ValueError:
             del self._tables[seq_id], self._lengths[seq_id]
             raise
+        return 0
 
     def append(self, seq_id: int, num_tokens: int = 1) -> list[tuple[int, int]]:
         """Gives the sequence slots for its next `num_tokens` tokens; changes nothing if they cannot be had.
@@ -119,8 +124,8 @@ class BlockManager:
         self._lengths[seq_id] += num_tokens
         return copies
 
-    def fork(self, parent: int, child: int) -> None:
-        """Makes `child` a new sequence with the parent's tokens, sharing every block."""
+    def fork(self, parent: int, child: int) -> list[tuple[int, int]]:
+        """Makes `child` a new sequence with the parent's tokens, sharing every block; copies nothing."""
         if child in self._tables:
             raise ValueError(f"sequence {child} already holds blocks")
         table = self._tables[parent]
@@ -129,6 +134,7 @@ class BlockManager:
         for block in table:
             self._ref_counts[block] += 1
         self._num_references += len(table)
+        return []
 
     def free(self, seq_id: int) -> int:
         """Gives the sequence's blocks back; returns how many became free. A sequence that holds none is no error."""
@@ -139,7 +145,33 @@ class BlockManager:
         self._num_table_entries -= len(table)
         return sum(self._release(block) for block in reversed(table))  # a prefix outlives its tail on the free list
 
+    def commit(self, seq_id: int, token_ids: Sequence[int], num_computed: int) -> None:
+        """Nothing: no block outlives its owner."""
+
+    def can_swap_out(self, seq_ids: Sequence[int]) -> bool:
+        """Never: there is no swap space."""
+        return False
+
+    def swap_out(self, seq_ids: Sequence[int]) -> list[tuple[int, int]]:
+        raise ValueError(f"sequences {list(seq_ids)} cannot be swapped out: there is no swap space")
+
+    def can_swap_in(self, seq_ids: Sequence[int], *, headroom: int = 0) -> bool:
+        return False
+
+    def swap_in(self, seq_ids: Sequence[int]) -> list[tuple[int, int]]:
+        raise ValueError(f"sequences {list(seq_ids)} are not swapped out")
+
     # --- books -------------------------------------------------------------------------------------------------------
+
+    def split(self, waiting: Demand | None = None) -> MemorySplit:
+        """All that is given and empty is internal: at most one block less a slot for each table."""
+        last = {table[-1]: self._lengths[seq_id] for seq_id, table in self._tables.items() if table}
+        empty = sum(-length % self.block_size for length in last.values())
+        used = self.num_used_blocks * self.block_size
+        return MemorySplit(used - empty, 0, empty, 0, self.num_free_blocks * self.block_size)
+
+    def blocks_saved(self) -> int:
+        return self._num_table_entries - self.num_used_blocks
 
     def audit(self, *, full: bool = False) -> None:
         """Raises AuditError unless the books balance. O(1); `full` recounts everything."""

@@ -8,7 +8,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
 from pagegen.errors import ConfigError
-from pagegen.runtime.block_manager import Allocation, AuditError, BlockManager
+from pagegen.runtime.block_manager import BlockManager
+from pagegen.runtime.policies import Allocation, AuditError, Demand
+
+
+def demand(num_tokens: int) -> tuple[Demand, int]:
+    return Demand(range(num_tokens), num_tokens), num_tokens
 
 
 def table(blocks: BlockManager, seq_id: int) -> list[int]:
@@ -18,13 +23,13 @@ def table(blocks: BlockManager, seq_id: int) -> list[int]:
 @pytest.mark.parametrize("block_size", [1, 4, 8, 256])
 def test_a_block_is_taken_when_a_token_needs_it_and_not_before(block_size: int) -> None:
     full = BlockManager(1, block_size)
-    full.allocate(0, max(block_size - 1, 1))
+    full.allocate(0, *demand(max(block_size - 1, 1)))
     assert full.can_append(0) is (block_size > 1)  # the block's last slot needs no new block
     if block_size > 1:
         full.append(0)
     assert not full.can_append(0)
     roomy = BlockManager(2, block_size)
-    roomy.allocate(0, block_size)
+    roomy.allocate(0, *demand(block_size))
     assert roomy.can_append(0)
     roomy.append(0)
     assert len(table(roomy, 0)) == 2
@@ -33,7 +38,7 @@ def test_a_block_is_taken_when_a_token_needs_it_and_not_before(block_size: int) 
 @pytest.mark.parametrize("block_size", [1, 4, 8])
 def test_a_sequence_holds_exactly_the_blocks_of_its_tokens(block_size: int) -> None:
     blocks = BlockManager(4, block_size)
-    blocks.allocate(0, 1)
+    blocks.allocate(0, *demand(1))
     for num_tokens in range(2, 3 * block_size + 2):
         blocks.append(0)
         assert len(table(blocks, 0)) == -(-num_tokens // block_size) == blocks.num_used_blocks
@@ -54,31 +59,31 @@ def test_a_sequence_holds_exactly_the_blocks_of_its_tokens(block_size: int) -> N
 )
 def test_allocation_is_possible_now_later_or_never(num_tokens: int, headroom: int, answer: Allocation) -> None:
     blocks = BlockManager(4, 4)
-    blocks.allocate(0, 7)
-    assert blocks.can_allocate(num_tokens, headroom) is answer
+    blocks.allocate(0, *demand(7))
+    assert blocks.can_allocate(demand(num_tokens)[0], headroom=headroom) is answer
 
 
 def test_a_failed_growth_changes_nothing() -> None:
     blocks = BlockManager(3, 4)
-    blocks.allocate(0, 8)
+    blocks.allocate(0, *demand(8))
     assert not blocks.can_append(0, 12)
     with pytest.raises(ValueError, match="needs 3 blocks for 12 tokens, 1 are free"):
         blocks.append(0, 12)
     with pytest.raises(ValueError, match="needs 2 blocks"):
-        blocks.allocate(1, 5)
+        blocks.allocate(1, *demand(5))
     assert (len(table(blocks, 0)), blocks.num_tokens(0), blocks.num_free_blocks) == (2, 8, 1)
     blocks.audit(full=True)
-    blocks.allocate(1, 4)  # the failed allocation left no trace of sequence 1
+    blocks.allocate(1, *demand(4))  # the failed allocation left no trace of sequence 1
 
 
 def test_freeing_twice_gives_no_block_to_two_owners() -> None:
     blocks = BlockManager(4, 2)
-    blocks.allocate(0, 2)
+    blocks.allocate(0, *demand(2))
     assert blocks.free(0) == 1
     assert blocks.free(0) == 0
     assert blocks.free(99) == 0
     for seq_id in range(1, 5):
-        blocks.allocate(seq_id, 2)
+        blocks.allocate(seq_id, *demand(2))
     assert sorted(block for seq_id in range(1, 5) for block in table(blocks, seq_id)) == [0, 1, 2, 3]
     blocks.audit(full=True)
 
@@ -86,7 +91,7 @@ def test_freeing_twice_gives_no_block_to_two_owners() -> None:
 def test_ten_requests_in_turn_leave_the_pool_as_it_was() -> None:
     blocks = BlockManager(8, 4)
     for seq_id in range(10):
-        blocks.allocate(seq_id, 16)
+        blocks.allocate(seq_id, *demand(16))
         blocks.free(seq_id)
         assert blocks.num_free_blocks == 8
         blocks.audit(full=True)
@@ -94,10 +99,10 @@ def test_ten_requests_in_turn_leave_the_pool_as_it_was() -> None:
 
 def test_an_id_that_holds_blocks_cannot_be_allocated_or_forked_into() -> None:
     blocks = BlockManager(4, 2)
-    blocks.allocate(0, 2)
-    blocks.allocate(1, 2)
+    blocks.allocate(0, *demand(2))
+    blocks.allocate(1, *demand(2))
     with pytest.raises(ValueError, match="already holds"):
-        blocks.allocate(0, 2)
+        blocks.allocate(0, *demand(2))
     with pytest.raises(ValueError, match="already holds"):
         blocks.fork(0, 1)
     blocks.audit(full=True)
@@ -106,7 +111,7 @@ def test_an_id_that_holds_blocks_cannot_be_allocated_or_forked_into() -> None:
 def test_the_vllm_papers_figure_6() -> None:
     """A prompt of 7 in blocks of 4 fills one and 3/4 of another; the 8th token takes no block, the 9th does."""
     blocks = BlockManager(9, 4)
-    blocks.allocate(0, 7)
+    blocks.allocate(0, *demand(7))
     first, second = table(blocks, 0)
     assert blocks.append(0) == [] and table(blocks, 0) == [first, second]
     assert blocks.append(0) == [] and table(blocks, 0)[:2] == [first, second]
@@ -116,7 +121,7 @@ def test_the_vllm_papers_figure_6() -> None:
 def test_the_vllm_papers_figure_8() -> None:
     """Two samples of one prompt: the first writer copies the partial block, the second writes in place."""
     blocks = BlockManager(9, 4)
-    blocks.allocate(1, 7)
+    blocks.allocate(1, *demand(7))
     blocks.fork(1, 2)
     shared, partial = table(blocks, 1)
     assert blocks.ref_count(shared) == blocks.ref_count(partial) == 2
@@ -128,7 +133,7 @@ def test_the_vllm_papers_figure_8() -> None:
 
 def test_three_forks_of_a_partial_block_end_in_three_blocks_after_two_copies() -> None:
     blocks = BlockManager(9, 4)
-    blocks.allocate(0, 6)
+    blocks.allocate(0, *demand(6))
     for child in (1, 2):
         blocks.fork(0, child)
     full, partial = table(blocks, 0)
@@ -146,7 +151,7 @@ def test_three_forks_of_a_partial_block_end_in_three_blocks_after_two_copies() -
 
 def test_forking_at_a_block_boundary_copies_nothing() -> None:
     blocks = BlockManager(9, 4)
-    blocks.allocate(0, 8)
+    blocks.allocate(0, *demand(8))
     blocks.fork(0, 1)
     assert blocks.append(0) == blocks.append(1) == []
     assert table(blocks, 0)[:2] == table(blocks, 1)[:2] and table(blocks, 0)[2] != table(blocks, 1)[2]
@@ -154,7 +159,7 @@ def test_forking_at_a_block_boundary_copies_nothing() -> None:
 
 def test_copy_on_write_needs_a_block_of_its_own() -> None:
     blocks = BlockManager(1, 4)
-    blocks.allocate(0, 2)
+    blocks.allocate(0, *demand(2))
     blocks.fork(0, 1)
     assert not blocks.can_append(0)
     blocks.free(1)
@@ -168,7 +173,7 @@ def test_a_pool_of_nothing_is_refused() -> None:
 
 def test_the_audit_sees_a_reference_that_nobody_wrote_down() -> None:
     blocks = BlockManager(4, 4)
-    blocks.allocate(0, 4)
+    blocks.allocate(0, *demand(4))
     blocks._take()
     with pytest.raises(AuditError):
         blocks.audit()
@@ -204,13 +209,13 @@ class BlockManagerMachine(RuleBasedStateMachine):
     @rule(target=sequences, num_tokens=st.integers(0, 24))
     def allocate(self, num_tokens: int) -> int:
         seq_id, free = self.new_id(), self.blocks.num_free_blocks
-        answer = self.blocks.can_allocate(num_tokens)
+        answer = self.blocks.can_allocate(demand(num_tokens)[0])
         assert answer == (
             Allocation.NEVER if num_tokens > 21 else Allocation.OK if num_tokens <= 3 * free else Allocation.LATER
         )
         if answer is not Allocation.OK:
             return seq_id  # an id that holds nothing: free must bear it
-        self.blocks.allocate(seq_id, num_tokens)
+        self.blocks.allocate(seq_id, *demand(num_tokens))
         self.tokens[seq_id] = []
         self.write(seq_id, num_tokens)
         return seq_id

@@ -1,0 +1,153 @@
+"""What the scheduler asks of KV memory, whoever hands it out.
+
+One protocol for paging (Kwon et al. 2023, https://arxiv.org/abs/2309.06180) and for the reserving allocators that the
+paper measures it against: a reservation is a run of consecutive blocks, so all of them feed the same kernels.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import Protocol
+
+
+class Allocation(StrEnum):
+    """Whether blocks can be had: now, once others give theirs back, or never in this pool."""
+
+    OK = "ok"
+    LATER = "later"
+    NEVER = "never"
+
+
+class AuditError(RuntimeError):
+    """The books do not balance: a defect of the memory policy, not of its user."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Demand:
+    """What a request asks for at admission.
+
+    `token_ids` are the tokens to compute now: the prompt, or everything so far after a preemption. `max_tokens` counts
+    the slots that a sequence needs at its longest, prompt included; `final_tokens` those that it will really have
+    needed, which only an oracle knows. `num_sequences` samples or beams grow from the one prompt. `salt` and the
+    tagged `extra_keys` (adapter, adapter id, image digest...) keep equal tokens with different K and V apart.
+    """
+
+    token_ids: Sequence[int]
+    max_tokens: int
+    final_tokens: int | None = None
+    salt: str = ""
+    extra_keys: tuple[tuple[str, str], ...] = ()
+    num_sequences: int = 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MemorySplit:
+    """Where the pool's token slots are, as in figure 2 of the vLLM paper; the five sum to the pool.
+
+    `token` slots hold a token's K and V. `reserved` ones are empty and will be filled by their owner, `internal` ones
+    are its as well and will not be. `external` ones no request can have: cut off between reservations, or lost to the
+    allocator's rounding. `free` is what is left to give.
+    """
+
+    token: int
+    reserved: int
+    internal: int
+    external: int
+    free: int
+
+    def fractions(self) -> tuple[float, float, float, float]:
+        """Token, reserved, internal and external as shares of what is not free: they sum to 1, or are all 0."""
+        taken = self.token + self.reserved + self.internal + self.external
+        if not taken:
+            return (0.0, 0.0, 0.0, 0.0)
+        return (self.token / taken, self.reserved / taken, self.internal / taken, self.external / taken)
+
+
+class MemoryPolicy(Protocol):
+    """Owner of `num_blocks` blocks of `block_size` tokens; knows sequences by their id and touches no tensor.
+
+    Every operation costs O(blocks concerned). A change that cannot be made raises ValueError and changes nothing.
+    Pairs are (source, destination) blocks whose contents the caller moves, in the order in which it got them, before
+    the next kernel reads or writes either.
+    """
+
+    num_blocks: int
+    block_size: int
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that can be given out, with those that only keep a prefix for whoever asks for it again."""
+
+    @property
+    def num_used_blocks(self) -> int: ...
+
+    def num_tokens(self, seq_id: int) -> int:
+        """Slots given to the sequence's tokens; 0 for one that holds nothing."""
+
+    def block_table(self, seq_id: int) -> Sequence[int]:
+        """The sequence's physical blocks in order: to read, not to change."""
+
+    def filled(self, seq_id: int) -> list[int]:
+        """Tokens in each block of the sequence's table."""
+
+    def ref_count(self, block: int) -> int:
+        """Tables that list the block."""
+
+    def blocks_needed(self, demand: Demand) -> int:
+        """Blocks that the demand takes at its largest."""
+
+    def can_allocate(self, demand: Demand, *, headroom: int = 0) -> Allocation:
+        """Whether `allocate` would succeed while `headroom` blocks stay free for others."""
+
+    def allocate(self, seq_id: int, demand: Demand, num_tokens: int) -> int:
+        """Gives a new sequence slots for its first `num_tokens` tokens.
+
+        Returns how many leading tokens are already computed, because a cached prefix holds them; slots for these are
+        given in any case, and of the demand's tokens at least one is left to compute.
+        """
+
+    def can_append(self, seq_id: int, num_tokens: int = 1) -> bool:
+        """Whether `append` would succeed."""
+
+    def append(self, seq_id: int, num_tokens: int = 1) -> list[tuple[int, int]]:
+        """Gives the sequence slots for its next `num_tokens` tokens; returns the copy-on-write pair, if one is due."""
+
+    def can_fork(self, parent: int, num_children: int = 1) -> bool:
+        """Whether that many calls of `fork` would succeed."""
+
+    def fork(self, parent: int, child: int) -> list[tuple[int, int]]:
+        """Makes `child` a new sequence with the parent's tokens; returns what must be copied, where nothing is shared.
+
+        Children of a demand for several sequences find their memory waiting.
+        """
+
+    def free(self, seq_id: int) -> int:
+        """Gives everything of the sequence back; returns how many blocks became free. Holding nothing is no error."""
+
+    def commit(self, seq_id: int, token_ids: Sequence[int], num_computed: int) -> None:
+        """Tells that K and V of the first `num_computed` tokens are in the cache, for others to share."""
+
+    def can_swap_out(self, seq_ids: Sequence[int]) -> bool:
+        """Whether the host has room for all blocks of these sequences."""
+
+    def swap_out(self, seq_ids: Sequence[int]) -> list[tuple[int, int]]:
+        """Moves sequences to the host; returns (device block, host block). What they share moves once, and stays so."""
+
+    def can_swap_in(self, seq_ids: Sequence[int], *, headroom: int = 0) -> bool:
+        """Whether the device has room for all blocks of these swapped sequences."""
+
+    def swap_in(self, seq_ids: Sequence[int]) -> list[tuple[int, int]]:
+        """Brings swapped sequences back; returns (host block, device block)."""
+
+    def split(self, waiting: Demand | None = None) -> MemorySplit:
+        """Where the slots are. With a demand that waits for a run of blocks, the free slots that cannot give it one
+        are external.
+        """
+
+    def blocks_saved(self) -> int:
+        """Blocks that the tables would need beyond those in use if nothing were shared."""
+
+    def audit(self, *, full: bool = False) -> None:
+        """Raises AuditError unless the books balance. O(1); `full` recounts everything."""

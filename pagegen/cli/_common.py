@@ -23,6 +23,7 @@ from pagegen.errors import ConfigError, SpecError
 from pagegen.spec import KernelSpec, Phase, parse_slug
 
 PROGRESS_AFTER = 2.0  # seconds; what is shorter shows no bar
+LONG_WORD = 20  # characters; a table folds longer words where room is short, and never shorter ones
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
 ModelArgument = Annotated[
@@ -178,15 +179,42 @@ def print_json(document: object) -> None:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table on stdout."""
+    """A table on stdout, its title on a line before it: numbers are set right, columns without a value left out.
+
+    Nothing is cut short: where no folding of words is enough, the table is wider than the terminal.
+    """
+    from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(*columns, title=title or None, title_justify="left")
-    for row in rows:
+    by_column = dict(zip(columns, zip(*rows, strict=True), strict=True)) if rows else dict.fromkeys(columns, ())
+    by_column = {name: cells for name, cells in by_column.items() if any(cells) or not rows}
+    numbers = [bool(cells) and all(re.fullmatch(r"[\d.]*%?", cell) for cell in cells) for cells in by_column.values()]
+    names = [name.replace(" ", "\n") if number else name for name, number in zip(by_column, numbers, strict=True)]
+    console, gaps = Console(), 3 * (len(names) - 1)
+    widths = _fit(list(zip(names, by_column.values(), strict=True)), console.width - gaps)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for name, number, width in zip(names, numbers, widths, strict=True):
+        table.add_column(name, width=width, overflow="fold", justify="right" if number else "left")
+    for row in zip(*by_column.values(), strict=True):
         table.add_row(*map(Text, row))  # Text: a `[` in a path is no markup
-    Console().print(table)
+    if title:
+        typer.echo(title)
+    console.width = max(console.width, sum(widths) + gaps)
+    console.print(table)
+
+
+def _fit(columns: Sequence[tuple[str, Sequence[str]]], room: int) -> list[int]:
+    """Widths of (heading, cells): the widest give way until all fit into `room`, but keep their longest word whole."""
+    widths = [max(map(len, (*name.split("\n"), *cells))) for name, cells in columns]
+    words = [max((len(word) for cell in (name, *cells) for word in cell.split()), default=0) for name, cells in columns]
+    while sum(widths) > room:
+        wide = [index for index, width in enumerate(widths) if width > min(words[index], LONG_WORD)]
+        if not wide:
+            break
+        widths[max(wide, key=widths.__getitem__)] -= 1
+    return widths
 
 
 def note(message: str) -> None:

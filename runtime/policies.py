@@ -83,6 +83,10 @@ class MemoryPolicy(Protocol):
     @property
     def num_used_blocks(self) -> int: ...
 
+    @property
+    def num_free_host_blocks(self) -> int:
+        """Free blocks of the swap space; 0 where there is none."""
+
     def num_tokens(self, seq_id: int) -> int:
         """Slots given to the sequence's tokens; 0 for one that holds nothing."""
 
@@ -140,6 +144,18 @@ class MemoryPolicy(Protocol):
 
     def swap_in(self, seq_ids: Sequence[int]) -> list[tuple[int, int]]:
         """Brings swapped sequences back; returns (host block, device block)."""
+
+    def pin(self, token_ids: Sequence[int], salt: str = "", extra_keys: tuple[tuple[str, str], ...] = ()) -> None:
+        """Keeps the full blocks of a prefix from eviction, from when some request has computed them until `unpin`.
+
+        Raises ConfigError where nothing is cached, or if it would leave a request at work too little.
+        """
+
+    def unpin(self, token_ids: Sequence[int], salt: str = "", extra_keys: tuple[tuple[str, str], ...] = ()) -> None:
+        """Takes one `pin` of the same prefix back. Raises ConfigError if there is none."""
+
+    def reset_prefix_cache(self, model_version: str | None = None) -> None:
+        """Forgets every cached prefix; with a version, the model has other weights from now on."""
 
     def split(self, waiting: Demand | None = None) -> MemorySplit:
         """Where the slots are. With a demand that waits for a run of blocks, the free slots that cannot give it one

@@ -174,7 +174,7 @@ def test_a_pool_of_nothing_is_refused() -> None:
 def test_the_audit_sees_a_reference_that_nobody_wrote_down() -> None:
     blocks = BlockManager(4, 4)
     blocks.allocate(0, *demand(4))
-    blocks._take()
+    blocks._device.pool.take()
     with pytest.raises(AuditError):
         blocks.audit()
 

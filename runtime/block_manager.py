@@ -162,6 +162,22 @@ class BlockManager:
         device.num_filled += num_tokens
         return copies
 
+    def grow_in_place(self, seq_ids: Sequence[int], num_tokens: Sequence[int]) -> list[int]:
+        holdings, ref_counts, size = self._device.holdings, self._device.pool.ref_counts, self.block_size
+        others, num_grown = [], 0
+        for i, (seq_id, wanted) in enumerate(zip(seq_ids, num_tokens, strict=True)):
+            holding = holdings[seq_id]
+            length = holding.length
+            if length >= wanted:
+                continue
+            if length + 1 == wanted and length % size and ref_counts[holding.table[-1]] == 1:
+                holding.length = wanted
+                num_grown += 1
+            else:
+                others.append(i)
+        self._device.num_filled += num_grown
+        return others
+
     def fork(self, parent: int, child: int) -> list[tuple[int, int]]:
         """Makes `child` a new sequence with the parent's tokens, sharing every block; copies nothing."""
         self._check_new(child)

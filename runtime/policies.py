@@ -7,9 +7,23 @@ paper measures it against: a reservation is a run of consecutive blocks, so all 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Protocol
+
+from pagegen.errors import ConfigError
+
+MEMORY_POLICIES: Mapping[str, str] = MappingProxyType(
+    {
+        "paged": "blocks as tokens need them, shared and copied on write (vLLM)",
+        "orca-max": "a run of max_model_len slots, from a buddy allocator",
+        "orca-pow2": "a run of the prompt and the next power of two of the output, from a buddy allocator",
+        "orca-oracle": "a run of exactly what the request will have needed, from a buddy allocator",
+        "contiguous-first-fit": "a run of the prompt and max_tokens, in the lowest hole that has room",
+        "reserve-on-paged": "blocks for the prompt and max_tokens at once, wherever they are (TGI)",
+    }
+)
 
 
 class Allocation(StrEnum):
@@ -118,6 +132,12 @@ class MemoryPolicy(Protocol):
     def append(self, seq_id: int, num_tokens: int = 1) -> list[tuple[int, int]]:
         """Gives the sequence slots for its next `num_tokens` tokens; returns the copy-on-write pair, if one is due."""
 
+    def grow_in_place(self, seq_ids: Sequence[int], num_tokens: Sequence[int]) -> list[int]:
+        """Brings each sequence to `num_tokens[i]` slots where that takes no more than the next slot of a block of its
+        own; returns the positions of the others, which are for `append`. One call for all that decode: most of them
+        need nothing else in most iterations.
+        """
+
     def can_fork(self, parent: int, num_children: int = 1) -> bool:
         """Whether that many calls of `fork` would succeed."""
 
@@ -167,3 +187,31 @@ class MemoryPolicy(Protocol):
 
     def audit(self, *, full: bool = False) -> None:
         """Raises AuditError unless the books balance. O(1); `full` recounts everything."""
+
+
+def make_memory_policy(
+    name: str,
+    num_blocks: int,
+    block_size: int,
+    *,
+    max_model_len: int,
+    prefix_cache: bool = True,
+    model_version: str = "",
+    num_host_blocks: int = 0,
+    debug: bool = False,
+) -> MemoryPolicy:
+    """The policy of that name. Prefix cache and swap space (`num_host_blocks`) are for `paged`; the others share nothing
+    and never give anything up. Raises ConfigError.
+    """
+    from pagegen.runtime.block_manager import BlockManager
+    from pagegen.runtime.prefix_cache import PrefixCache
+    from pagegen.runtime.reservations import RESERVATIONS, ReservingPolicy
+
+    if name == "paged":
+        cache = PrefixCache(block_size, model_version=model_version) if prefix_cache else None
+        return BlockManager(num_blocks, block_size, prefix_cache=cache, num_host_blocks=num_host_blocks, debug=debug)
+    if name not in RESERVATIONS:
+        raise ConfigError(f"memory policy {name!r} is unknown; choose one of {', '.join(MEMORY_POLICIES)}")
+    if num_host_blocks:
+        raise ConfigError(f"memory policy {name!r} never swaps; leave the swap space at 0 or choose 'paged'")
+    return ReservingPolicy(RESERVATIONS[name], num_blocks, block_size, max_model_len=max_model_len, debug=debug)

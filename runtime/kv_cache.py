@@ -13,6 +13,8 @@ from pagegen.errors import ConfigError
 from pagegen.kernel import PagedKernels, allocate_cache
 from pagegen.spec import KernelSpec
 
+MAX_BLOCKS = 2**31 - 1  # block tables hold 32-bit numbers
+
 
 def block_bytes(spec: KernelSpec, num_layers: int) -> int:
     """Bytes of one block over all layers, K and V."""
@@ -26,6 +28,8 @@ class KVCache:
         self.spec = spec
         self.num_blocks = num_blocks
         self.block_bytes = block_bytes(spec, num_layers)
+        if num_blocks > MAX_BLOCKS:
+            raise ConfigError(f"a KV pool of {num_blocks} blocks is not possible; allowed: up to {MAX_BLOCKS}; lower num_blocks")
         try:
             self.layers = tuple(allocate_cache(spec, num_blocks, device) for _ in range(num_layers))
         except RuntimeError as error:  # torch's out of memory

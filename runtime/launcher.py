@@ -55,7 +55,7 @@ def find_kernels(spec: KernelSpec, package: Path | None = None) -> tuple[PagedKe
         _require_fit(named, spec)
         return named, f"package {package}, {named.spec.slug} on {named.target.name}"
     found = find_package(spec.replace(layout=None), best_cpu())
-    why = "makes faster ones"
+    why = "looks for faster ones"
     if found is not None:
         try:
             cached = load_package(found)

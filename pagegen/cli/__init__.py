@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         context = getattr(error, "ctx", None)
         path = context.command_path if context else "pagegen"
         message = error.format_message() if hasattr(error, "format_message") else str(error)
-        return _complain(f"{message.rstrip('.')}; see `{path} --help`", debug)
+        return _complain(f"{message.rstrip('.')}{' ' if message.endswith('?') else '; '}see `{path} --help`", debug)
 
 
 def build_app(words: Sequence[str]) -> typer.Typer:

@@ -48,9 +48,13 @@ def command(
     spec: SpecArgument = None,
     model: ModelOption = None,
     all: Annotated[bool, typer.Option("--all", help="Compile a set of specs that covers every template.")] = False,
-    target: Annotated[str, typer.Option("--target", metavar="T[,T...]|all", help="Targets; they need not be present.")] = "auto",
+    target: Annotated[
+        str, typer.Option("--target", metavar="T[,T...]|all", help="Targets; they need not be present.")
+    ] = "auto",
     op: Annotated[list[Op] | None, typer.Option("--op", help="Only this operation; repeatable.")] = None,
-    set: Annotated[list[str] | None, typer.Option("--set", metavar="KNOB=VALUE", help="Choose a knob; repeatable.")] = None,
+    set: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KNOB=VALUE", help="Choose a knob; repeatable.")
+    ] = None,
     json: JsonOption = False,
 ) -> None:
     """Compile, for absent targets too, and report registers, spills, shared memory, instructions and occupancy."""
@@ -62,7 +66,11 @@ def command(
     if json:
         print_json({"rows": rows})
     else:
-        for (name, where), group in itertools.groupby(rows, lambda row: (row["spec"], row["target"])):
+        for number, ((name, where), group) in enumerate(
+            itertools.groupby(rows, lambda row: (row["spec"], row["target"]))
+        ):
+            if number:
+                typer.echo()
             columns = ("kernel", "registers", "spills", "shared bytes", "occupancy", "instructions (static count)")
             print_table(f"{name} on {where}", columns, [_cells(row) for row in group])
     if any(row["error"] for row in rows):

@@ -25,10 +25,8 @@ def command(json: JsonOption = False) -> None:
     here = detect()
     caches = ", ".join(f"{name} {format_size(size)}" for name, size in here.caches.items())
     print(f"{here.device}: {here.cores} cores, {here.threads} threads for this process, {caches or 'caches unknown'}")
-    columns = ("target", "here", "limits")
-    print_table(
-        "", columns, [(row["name"], "runs" if row["present"] else "cross", _words(row)) for row in (*present, *cross)]
-    )
+    columns = ("target", "here", "fp32 lanes", "shared KiB", "registers", "threads")
+    print_table("", columns, [_cells(row) for row in (*present, *cross)])
     for kind in ("cpu", "gpu"):
         row = next(row for row in rows if row["name"].startswith("cpu:") == (kind == "cpu"))
         print(f"{kind} compiler: {row['compiler'] or row['missing']}")
@@ -73,11 +71,10 @@ def _compiler(target: Target) -> tuple[str | None, str | None]:
     return f"triton {version('triton')}", None
 
 
-def _words(row: dict[str, Any]) -> str:
-    limits = row["limits"]
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    """A GPU's lanes are those of a warp; its other limits are those of a multiprocessor."""
+    limits, here = row["limits"], "runs" if row["present"] else "cross"
     if "fp32_lanes" in limits:
-        return f"{limits['fp32_lanes']} fp32 lanes"
-    return (
-        f"warp {limits['warp_size']}, {format_size(limits['shared_memory'])} shared memory, "
-        f"{limits['registers']} registers, {limits['max_threads']} threads"
-    )
+        return row["name"], here, str(limits["fp32_lanes"]), "", "", ""
+    shared = f"{limits['shared_memory'] / 1024:g}"
+    return row["name"], here, str(limits["warp_size"]), shared, str(limits["registers"]), str(limits["max_threads"])

@@ -36,17 +36,27 @@ def command(
     spec: SpecArgument = None,
     model: ModelOption = None,
     target: TargetOption = "auto",
-    trials: Annotated[int, typer.Option("--trials", metavar="N", help="Configs to evaluate in all, earlier runs included.")] = 40,
+    trials: Annotated[
+        int, typer.Option("--trials", metavar="N", help="Configs to evaluate in all, earlier runs included.")
+    ] = 40,
     budget: Annotated[
-        float | None, typer.Option("--budget", metavar="SECONDS", help="Begin no trial after this time.", show_default=False)
+        float | None,
+        typer.Option("--budget", metavar="SECONDS", help="Begin no trial after this time.", show_default=False),
     ] = None,
     storage: Annotated[
         str | None,
-        typer.Option("--storage", metavar="URL", help="A journal file or a database URL; default: journal.log among the results."),
+        typer.Option(
+            "--storage", metavar="URL", help="A journal file or a database URL; default: journal.log among the results."
+        ),
     ] = None,
-    study: Annotated[str | None, typer.Option("--study", metavar="NAME", help="Name of the study; default: the spec's slug.")] = None,
+    study: Annotated[
+        str | None, typer.Option("--study", metavar="NAME", help="Name of the study; default: the spec's slug.")
+    ] = None,
     out: Annotated[
-        Path, typer.Option("--out", metavar="DIR", help="Results go to DIR/<target>/<spec>; default: results.", show_default=False)
+        Path,
+        typer.Option(
+            "--out", metavar="DIR", help="Results go to DIR/<target>/<spec>; default: results.", show_default=False
+        ),
     ] = Path("results"),
     seed: Annotated[int, typer.Option("--seed", metavar="N", help="Seed of the search.")] = 0,
     json: JsonOption = False,
@@ -90,14 +100,21 @@ def show(result: TuneResult) -> None:
     """The outcome for people."""
     from pagegen.tuning.contest import table
 
-    print_table("winners", ("bucket", "kernel", "speed-up [95 %]", "config"), [_winner_row(row) for row in result.document["winner"]])
-    print_table("time of default and torch over the winner's", *table(result.rows))
+    print_table(
+        "winners",
+        ("bucket", "kernel", "speed-up [95 %]", "config"),
+        [_winner_row(row) for row in result.document["winner"]],
+    )
+    typer.echo()
+    print_table(
+        "time of default and torch over the winner's; a batch is SEQUENCESxQUERIES@CONTEXT", *table(result.rows)
+    )
     trials, counts = result.document["trials"], result.document["counts"]
     note(f"trials: {', '.join(f'{count} {name}' for name, count in trials.items())}; " + _statuses(counts))
     if result.document["noise"] > NOISY:
         note(
             f"the machine was busy: times are known to within {result.document['noise']:.0%} only, and small gains were not "
-            "believed; when it is quiet, start afresh with --study NAME"
+            "believed; when it is quiet, start afresh under another name: --study quiet"
         )
     note(f"package: {result.package} (installed: generate, chat and serve find it)\nreport:  {result.report}")
 
@@ -105,7 +122,12 @@ def show(result: TuneResult) -> None:
 def _winner_row(winner: dict[str, Any]) -> Sequence[str]:
     low, high = winner["speedup_interval"]
     gain = f"{winner['speedup']:.2f} [{low:.2f}, {high:.2f}]" if winner["confirmed"] else "default stays"
-    return winner["phase"], winner["kernel"], gain, " ".join(f"{name}={value}" for name, value in winner["config"].items())
+    return (
+        winner["phase"],
+        winner["kernel"],
+        gain,
+        " ".join(f"{name}={value}" for name, value in winner["config"].items()),
+    )
 
 
 def _statuses(counts: dict[str, int]) -> str:

@@ -268,7 +268,7 @@ class PackagedKernels:
             return triton.load(text, entry["key"], self.spec, op, entry["config"])
         if entry["binary"] and (self.folder / entry["binary"]).exists():
             return cpp.load(self._verified(entry["binary"]), self.spec, op)
-        return cpp.load(cpp.compile_library(text, self.target), self.spec, op)
+        return cpp.build(text, self.target, self.spec, op)
 
     def _verified(self, relative: str) -> Path:
         path = self.folder / relative

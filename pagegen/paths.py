@@ -97,7 +97,11 @@ def locked(path: Path) -> Iterator[None]:
     while True:
         with path.open("a") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            if not (path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())):
+            try:
+                current = path.stat()
+            except FileNotFoundError:
+                continue
+            if not os.path.samestat(os.fstat(file.fileno()), current):
                 continue
             yield
             return

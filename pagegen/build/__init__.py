@@ -34,7 +34,7 @@ def build(source: Source) -> Attend | WriteKV | CopyBlocks:
         case "cpp":
             from . import cpp
 
-            return cpp.load(cpp.compile_library(source.text, made_of.target), made_of.spec, made_of.template.op)
+            return cpp.build(source.text, made_of.target, made_of.spec, made_of.template.op)
         case "triton":
             from . import triton
 

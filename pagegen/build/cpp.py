@@ -19,7 +19,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from ..errors import BuildError
+from ..errors import BuildError, ConfigError, KernelError
 from ..kernel import ABI_VERSION, CPP_KERNELS, CppAttend, CppCopyBlocks, CppWriteKV
 from ..paths import compiler_override, kernel_cache, lock_of, locked, remove_entry
 from ..spec import KernelSpec, Op
@@ -38,6 +38,7 @@ FLAGS = (
 )
 CACHE_ENTRIES = 4000  # builds kept, at about 100 kB each; several long tuning runs
 COMPILE_TIMEOUT = 300  # seconds; a template of ours takes a few
+ATTEMPTS = 5  # at an entry that others remove while it is built or loaded
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,10 +73,28 @@ def compiler() -> str:
 def compiler_version(path: str) -> str:
     """First line of `--version`: the name and version that a key holds, never the path."""
     try:
-        result = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60, check=True)
+        result = _run([path, "--version"], timeout=60)
+        result.check_returncode()
     except (OSError, subprocess.SubprocessError) as error:
         raise BuildError(f"the C++ compiler {path} does not run ({error}); set PAGEGEN_CXX to one that does") from None
-    return result.stdout.splitlines()[0].strip()
+    version = result.stdout.partition("\n")[0].strip()
+    if not version:
+        raise BuildError(f"{path} says nothing to --version, as a C++ compiler would; set PAGEGEN_CXX to one")
+    return version
+
+
+def _run(command: list[str], timeout: float, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Runs a compiler in English, which `run_compiler` reads; what it prints need not be UTF-8."""
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env={**os.environ, "LC_ALL": "C"},
+        capture_output=True,
+        encoding="utf-8",
+        errors="replace",
+        timeout=timeout,
+        check=False,
+    )
 
 
 def toolchain() -> dict[str, Any]:
@@ -99,23 +118,35 @@ def compile_program(text: str, target: Target) -> Path:
 
 
 def _compile(product: _Product, text: str, target: Target) -> Path:
-    key = _key(product, text, target)
-    cache = kernel_cache()
-    folder = cache / key
-    if not _is_whole(product, folder):
-        with locked(lock_of(folder)):
+    folder = kernel_cache() / _key(product, text, target)
+    for _ in range(ATTEMPTS):
+        try:
             if not _is_whole(product, folder):
-                _build(product, text, target, folder)
-        _evict(cache)
-    os.utime(folder)  # last use, for `pagegen cache`
-    return folder / product.output
+                with locked(lock_of(folder)):
+                    if not _is_whole(product, folder):
+                        _build(product, text, target, folder)
+                _evict(folder.parent)
+            os.utime(folder)  # last use, for `pagegen cache`
+            return folder / product.output
+        except FileNotFoundError:
+            kernel_cache()  # somebody clears the cache at this very moment
+        except OSError as error:
+            raise ConfigError(f"{folder} cannot be written ({error.strerror}); make room, or set PAGEGEN_CACHE") from None
+    raise BuildError(f"{folder} was removed {ATTEMPTS} times while it was built; clear the cache when nobody builds")
 
 
 def _evict(cache: Path) -> None:
     """Removes the least recently used builds beyond CACHE_ENTRIES."""
-    builds = sorted((build.parent.stat().st_mtime, build.parent) for build in cache.glob("[!.]*/build.json"))
+    builds = sorted((_last_use(build.parent), build.parent) for build in cache.glob("[!.]*/build.json"))
     for _, folder in builds[:-CACHE_ENTRIES]:
         remove_entry(folder)
+
+
+def _last_use(folder: Path) -> float:
+    try:
+        return folder.stat().st_mtime
+    except FileNotFoundError:  # removed by another process
+        return 0.0
 
 
 def _key(product: _Product, text: str, target: Target) -> str:
@@ -148,7 +179,7 @@ def _build(product: _Product, text: str, target: Target, folder: Path) -> None:
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=unfinished) as name:
         work = Path(name) / "entry"
         work.mkdir()
-        (work / product.source).write_text(text)
+        (work / product.source).write_text(text, encoding="utf-8")
         run_compiler([*product.flags, *target.flags, product.source, "-o", product.output, *product.libraries], work)
         record = {"sha256": file_sha256(work / product.output), "target": target.name, "compiler": compiler_version(compiler())}
         (work / "build.json").write_text(json.dumps(record, indent=1))
@@ -158,18 +189,34 @@ def _build(product: _Product, text: str, target: Target, folder: Path) -> None:
 
 
 def run_compiler(arguments: list[str], folder: Path) -> None:
-    """Runs the compiler in `folder`. Raises BuildError: one line, with the log attached."""
+    """Runs the compiler in `folder`; `arguments` name the output with -o. Raises BuildError: one line, the log attached."""
+    path = compiler()
     try:
-        result = subprocess.run(
-            [compiler(), *arguments], cwd=folder, capture_output=True, text=True, timeout=COMPILE_TIMEOUT, check=False
-        )
+        result = _run([path, *arguments], COMPILE_TIMEOUT, folder)
     except subprocess.TimeoutExpired:
         raise BuildError(f"the C++ compiler took over {COMPILE_TIMEOUT} s; choose smaller tiles") from None
+    except OSError as error:
+        raise BuildError(f"the C++ compiler {path} does not run ({error}); set PAGEGEN_CXX to one that does") from None
     if result.returncode:
+        ended = f"signal {-result.returncode}" if result.returncode < 0 else f"exit status {result.returncode}"
         first = next((line for line in result.stderr.splitlines() if "error" in line), result.stderr.strip()[:200])
-        raise BuildError(f"the C++ compiler failed ({first.strip()}); see the log with --debug", log=result.stderr)
+        raise BuildError(f"the C++ compiler failed ({first.strip() or ended}); see the log with --debug", log=result.stderr)
+    if not (folder / arguments[arguments.index("-o") + 1]).is_file():
+        raise BuildError(f"{path} ended well but wrote nothing, as no C++ compiler does; set PAGEGEN_CXX to one")
 
 
 def load(path: Path, spec: KernelSpec, op: Op) -> CppAttend | CppWriteKV | CppCopyBlocks:
     """A built library as the callable for `op`."""
     return CPP_KERNELS[op](path, spec, op)
+
+
+def build(text: str, target: Target, spec: KernelSpec, op: Op) -> CppAttend | CppWriteKV | CppCopyBlocks:
+    """`compile_library` and `load`, even if another process clears the cache in between."""
+    for _ in range(ATTEMPTS - 1):
+        library = compile_library(text, target)
+        try:
+            return load(library, spec, op)
+        except KernelError:
+            if library.exists():
+                raise
+    return load(compile_library(text, target), spec, op)

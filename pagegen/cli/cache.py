@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 from pathlib import Path
@@ -58,12 +59,13 @@ def clear(
 
 def entries() -> list[Entry]:
     """Every entry of this user's cache. Raises ConfigError if the cache cannot be used."""
-    return [
-        Entry(kind, path, _size(path), path.stat().st_mtime)
-        for kind, folder in (("kernel", kernel_cache()), ("package", package_cache()))
-        for path in sorted(folder.iterdir())
-        if path.is_dir() and not path.name.startswith(".")
-    ]
+    found = []
+    for kind, folder in (("kernel", kernel_cache()), ("package", package_cache())):
+        for path in sorted(folder.iterdir()):
+            if path.is_dir() and not path.name.startswith("."):
+                with contextlib.suppress(FileNotFoundError):  # another process removes it just now
+                    found.append(Entry(kind, path, _size(path), path.stat().st_mtime))
+    return found
 
 
 def _size(folder: Path) -> int:

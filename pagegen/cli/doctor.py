@@ -44,9 +44,11 @@ def command(json: JsonOption = False) -> None:
 
 
 def _guarded(name: str, check: Callable[[], tuple[str, str]]) -> Finding:
-    """A check returns (message, remedy) or raises a PagegenError, whose line says both."""
+    """A check returns (message, remedy) or raises a PagegenError, whose line says both. No check stops the others."""
     try:
         message, remedy = check()
+    except OSError as error:
+        return Finding(name, False, str(error), "make that possible for this user, then ask again")
     except PagegenError as error:
         message, _, remedy = str(error).partition("; ")
         return Finding(name, False, message, remedy or message)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -185,13 +187,68 @@ def test_a_missing_compiler_is_one_line_that_names_the_remedy(monkeypatch: pytes
         cpp.compile_library("x", SCALAR)
 
 
-def test_a_compiler_that_does_not_run_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("#!/bin/sh\nexit 3\n", r"broken-c\+\+ does not run"),
+        ("no script at all", r"broken-c\+\+ does not run"),
+        ("#!/bin/sh\nexit 0\n", "says nothing to --version"),
+        ("#!/bin/sh\nprintf '\\377 1.0\\n'\n", "wrote nothing"),
+        ("#!/bin/sh\n[ $1 = --version ] && echo 1.0 || exit 3\n", r"failed \(exit status 3\)"),
+        ("#!/bin/sh\n[ $1 = --version ] && echo 1.0 || kill -9 $$\n", r"failed \(signal 9\)"),
+        ("#!/bin/sh\n[ $1 = --version ] && echo 1.0 || { printf 'error: \\377' >&2; exit 1; }\n", "failed .error: \ufffd"),
+    ],
+)
+def test_a_compiler_that_is_none_is_told_in_one_line(
+    script: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     broken = tmp_path / "broken-c++"
-    broken.write_text("#!/bin/sh\nexit 3\n")
+    broken.write_text(script)
     broken.chmod(0o755)
     monkeypatch.setenv("PAGEGEN_CXX", str(broken))
-    with pytest.raises(BuildError, match=r"broken-c\+\+ does not run"):
+    with pytest.raises(BuildError, match=said):
         cpp.compile_library("x", SCALAR)
+
+
+def test_a_cache_that_is_cleared_all_the_time_is_filled_again(
+    stub: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever moment the clearing hits: the file's read, its time stamp, its load."""
+    load, removed = cpp.load, list[Path]()
+
+    def cleared(path: Path, spec: KernelSpec, op: Op) -> object:
+        if len(removed) < 3:
+            removed.append(path)
+            shutil.rmtree(cache)
+            raise KernelError("cannot be loaded")
+        return path.read_bytes()
+
+    monkeypatch.setattr(cpp, "load", cleared)
+    assert len(cpp.build("a", SCALAR, SPEC, Op.ATTEND)) == 4000 and compiles(stub) == 4  # type: ignore[arg-type]
+    monkeypatch.setattr(cpp, "load", load)
+    with pytest.raises(KernelError, match="cannot be loaded"):  # there, but no library: no second try helps
+        cpp.build("b", SCALAR, SPEC, Op.ATTEND)
+    assert compiles(stub) == 5
+
+    utime, emptied = os.utime, list[Path]()
+
+    def emptying(path: Path) -> None:
+        if not emptied:
+            emptied.append(path)
+            shutil.rmtree(cache)
+        utime(path)
+
+    monkeypatch.setattr(os, "utime", emptying)
+    assert cpp.compile_library("a", SCALAR).is_file() and compiles(stub) == 6
+
+
+def test_a_full_disk_is_one_line(stub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(cpp, "_build", full)
+    with pytest.raises(ConfigError, match=r"No space left on device.*make room, or set PAGEGEN_CACHE"):
+        cpp.compile_library("a", SCALAR)
 
 
 def test_a_failing_compile_keeps_the_compilers_log_and_leaves_nothing(cache: Path) -> None:

@@ -29,7 +29,9 @@ class KVCache:
         self.num_blocks = num_blocks
         self.block_bytes = block_bytes(spec, num_layers)
         if num_blocks > MAX_BLOCKS:
-            raise ConfigError(f"a KV pool of {num_blocks} blocks is not possible; allowed: up to {MAX_BLOCKS}; lower num_blocks")
+            raise ConfigError(
+                f"a KV pool of {num_blocks} blocks is not possible; allowed: up to {MAX_BLOCKS}; lower num_blocks"
+            )
         try:
             self.layers = tuple(allocate_cache(spec, num_blocks, device) for _ in range(num_layers))
         except RuntimeError as error:  # torch's out of memory
@@ -60,9 +62,8 @@ class KVCache:
 
 
 def _words(cache: torch.Tensor) -> torch.Tensor:
-    """[num_blocks, words of a block]: a view that copies fast, whatever the dtype."""
-    rows = cache.flatten(1)
-    return rows.view(torch.uint8 if rows.shape[1] * rows.itemsize % 8 else torch.int64)
+    """[num_blocks, 8-byte words of a block]: a view that copies fast, whatever the dtype; head dims come in eights."""
+    return cache.flatten(1).view(torch.int64)
 
 
 def _independent(copies: Iterable[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:

@@ -42,14 +42,14 @@ class Batch:
         return self.input_ids.shape[0]
 
     @classmethod
-    def from_scheduled(cls, scheduled: ScheduledBatch, block_manager: MemoryPolicy) -> Batch:
+    def from_scheduled(cls, scheduled: ScheduledBatch, memory: MemoryPolicy) -> Batch:
         """Needs at least one row, and each sequence's blocks to reach its last scheduled token."""
-        rows, block_size = scheduled.rows, block_manager.block_size
+        rows, block_size = scheduled.rows, memory.block_size
         starts = np.array([row.start for row in rows])
         query_lens = np.array([row.num_tokens for row in rows])
         context_lens = starts + query_lens
         cu_seqlens = np.concatenate(([0], np.cumsum(query_lens)))
-        block_table = _block_table(rows, block_manager, -(-int(context_lens.max()) // block_size))
+        block_table = _block_table(rows, memory, -(-int(context_lens.max()) // block_size))
         row_of_token = np.repeat(np.arange(len(rows)), query_lens)
         positions = np.arange(cu_seqlens[-1]) + (starts - cu_seqlens[:-1])[row_of_token]
         blocks = block_table[row_of_token, positions // block_size].astype(np.int64)
@@ -68,20 +68,20 @@ class Batch:
 
 def prompt_logprob_positions(row: ScheduledSequence) -> range:
     """Positions of the row whose logits score the prompt token after them; empty unless the request asks for it."""
-    sequence = row.sequence
-    if sequence.params.prompt_logprobs is None or sequence.num_tokens > sequence.prompt_len:
+    sequence, group = row.sequence, row.sequence.group
+    if not group.request.score_prompt or sequence.num_tokens > group.prompt_len:
         return range(0)  # the second: scored before a preemption, computed again for the cache alone
-    return range(row.start, min(row.start + row.num_tokens, sequence.prompt_len - 1))
+    return range(row.start, min(row.start + row.num_tokens, group.prompt_len - 1))
 
 
 def _token_ids(row: ScheduledSequence) -> list[int]:
     return row.sequence.token_ids[row.start : row.start + row.num_tokens]
 
 
-def _block_table(rows: tuple[ScheduledSequence, ...], block_manager: MemoryPolicy, width: int) -> np.ndarray:
+def _block_table(rows: tuple[ScheduledSequence, ...], memory: MemoryPolicy, width: int) -> np.ndarray:
     block_table = np.full((len(rows), width), -1, dtype=np.int32)
     for padded, row in zip(block_table, rows, strict=True):
-        table = block_manager.block_table(row.sequence.seq_id)[:width]
+        table = memory.block_table(row.sequence.seq_id)[:width]
         padded[: len(table)] = table
     return block_table
 

@@ -3,32 +3,43 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 
 import torch
 
 from pagegen.errors import ConfigError, KernelError, PagegenError, RequestError
 from pagegen.kernel import PagedKernels
 from pagegen.runtime.batch import Batch, prompt_logprob_positions
-from pagegen.runtime.block_manager import BlockManager
-from pagegen.runtime.detokenizer import Detokenizer
+from pagegen.runtime.calibrate import measure_costs
 from pagegen.runtime.kv_cache import KVCache, block_bytes
 from pagegen.runtime.models import CausalLM
-from pagegen.runtime.sampler import SampledToken, TokenLogprobs, request_seed, sample, token_logprobs
+from pagegen.runtime.outputs import EngineStats, MemoryPeak, RequestOutput
+from pagegen.runtime.policies import make_memory_policy
+from pagegen.runtime.requests import EngineRequest
+from pagegen.runtime.sampler import SampledToken, sample, token_logprobs
 from pagegen.runtime.sampling_params import SamplingParams
 from pagegen.runtime.scheduler import (
     DEFAULT_MAX_NUM_BATCHED_TOKENS,
     DEFAULT_MAX_NUM_SEQS,
+    Preemption,
+    PreemptionCosts,
     ScheduledBatch,
+    ScheduledSequence,
     Scheduler,
     SchedulerConfig,
+    Transfer,
+    TransferKind,
 )
-from pagegen.runtime.sequence import FinishReason
+from pagegen.runtime.scheduling import find_policy
+from pagegen.runtime.scheduling.events import Sampled, SchedulerEvent
+from pagegen.runtime.sequence import FinishReason, GroupStatus, Request
 from pagegen.runtime.sequence import Sequence as RunningSequence
 from pagegen.runtime.tokenizer import Tokenizer
 from pagegen.spec import DType
+
+__all__ = ["DEFAULT_KV_CACHE_BYTES", "Engine", "EngineConfig", "EngineStats", "RequestOutput"]
 
 DEFAULT_KV_CACHE_BYTES = 2**30
 
@@ -37,20 +48,30 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Limits of one engine; raises ConfigError for values that serve nobody.
+    """Limits and policies of one engine; raises ConfigError for values that serve nobody.
 
     `max_model_len` bounds the positions that are computed, None being the model's own limit; the last sampled token is
     not computed, so a prompt of exactly that length gets one token. The KV pool has `num_blocks` blocks, or as many as
     fit into `kv_cache_bytes` (1 GiB if neither is given), but no more than `max_num_seqs` full-length sequences fill.
-    `dtype` is that of weights, activations and cache.
+    `dtype` is that of weights, activations and cache. `max_num_batched_tokens` None is 512, or what one longest prompt
+    beside the others' newest tokens takes where `policy` computes prompts whole.
+
+    `policy` is a row of `scheduling.POLICIES`, `memory_policy` one of `policies.MEMORY_POLICIES`. `swap_bytes` is the
+    swap space on the host; None is none, or as large as the pool where `preemption` may use it. `prefix_cache` keeps
+    the KV of prompts for those that begin alike, where policy and memory policy allow.
     """
 
     max_num_seqs: int = DEFAULT_MAX_NUM_SEQS
-    max_num_batched_tokens: int = DEFAULT_MAX_NUM_BATCHED_TOKENS
+    max_num_batched_tokens: int | None = None
     max_model_len: int | None = None
     num_blocks: int | None = None
     kv_cache_bytes: int | None = None
     dtype: DType = DType.BF16
+    policy: str = "default"
+    memory_policy: str = "paged"
+    preemption: Preemption = Preemption.RECOMPUTE
+    swap_bytes: int | None = None
+    prefix_cache: bool = True
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "num_blocks", "kv_cache_bytes"):
@@ -59,91 +80,42 @@ class EngineConfig:
                 raise ConfigError(f"{name}={value!r} is not a positive whole number; change {name}")
         if self.num_blocks is not None and self.kv_cache_bytes is not None:
             raise ConfigError("num_blocks and kv_cache_bytes both size the KV pool; give one of them")
+        if self.swap_bytes is not None and self.swap_bytes < 0:
+            raise ConfigError(f"swap_bytes={self.swap_bytes} is negative; 0 is no swap space")
+        if self.preemption not in tuple(Preemption):
+            raise ConfigError(f"preemption={self.preemption!r} is not known; allowed: {', '.join(Preemption)}")
+        find_policy(self.policy)
 
+    def scheduler(self, max_model_len: int) -> SchedulerConfig:
+        """The scheduler's part of it, for an engine that computes up to `max_model_len` positions."""
+        budget = self.max_num_batched_tokens
+        if budget is None:
+            whole = max_model_len + self.max_num_seqs
+            budget = DEFAULT_MAX_NUM_BATCHED_TOKENS if find_policy(self.policy).chunked else whole
+        return SchedulerConfig(self.max_num_seqs, budget, self.policy, self.preemption)
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class RequestOutput:
-    """A request as it stands after a step that gave it a token or ended it.
-
-    `token_ids`, `text` and `logprobs` hold everything so far, `new_token_ids` and `text_delta` what this step added.
-    A stop token is in `token_ids`, not in `text`. `prompt_logprobs[i]` scores prompt token i + 1.
-    """
-
-    request_id: str
-    prompt_token_ids: tuple[int, ...]
-    token_ids: tuple[int, ...] = ()
-    new_token_ids: tuple[int, ...] = ()
-    text: str = ""
-    text_delta: str = ""
-    finish_reason: FinishReason | None = None
-    error: str | None = None
-    logprobs: list[TokenLogprobs] | None = None
-    prompt_logprobs: list[TokenLogprobs] | None = None
-    num_preemptions: int = 0
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class EngineStats:
-    """Counters since the start, and the present. `num_computed_tokens` counts recomputed ones again."""
-
-    num_running: int
-    num_waiting: int
-    num_blocks: int
-    num_used_blocks: int
-    num_preemptions: int
-    num_steps: int
-    num_computed_tokens: int
-    num_generated_tokens: int
-    kv_bytes_in_use: int
-    kv_bytes_peak: int
-
-
-class _Request:
-    """What the engine keeps of a request beside its sequence: randomness, text, log-probabilities."""
-
-    def __init__(self, sequence: RunningSequence, detokenizer: Detokenizer | None) -> None:
-        self.sequence = sequence
-        self.seed = request_seed(sequence.params)
-        self.detokenizer = detokenizer
-        self.prompt_token_ids = tuple(sequence.prompt_token_ids)
-        self.logprobs: list[TokenLogprobs] = []
-        self.prompt_logprobs: dict[int, TokenLogprobs] = {}  # by position; a preempted prompt is scored again
-
-    def push(self, token_id: int) -> str:
-        """The text that a sampled token makes final; marks the sequence stopped if it completes a stop string."""
-        if self.detokenizer is None:
-            return ""
-        ended_by_token = self.sequence.finish_reason is FinishReason.STOP
-        delta = "" if ended_by_token else self.detokenizer.push(token_id)
-        if self.sequence.finished:
-            delta += self.detokenizer.flush()
-        return delta
-
-    def output(self, new_token_ids: tuple[int, ...] = (), text_delta: str = "") -> RequestOutput:
-        sequence, params = self.sequence, self.sequence.params
-        return RequestOutput(
-            request_id=sequence.request_id,
-            prompt_token_ids=self.prompt_token_ids,
-            token_ids=tuple(sequence.output_token_ids),
-            new_token_ids=new_token_ids,
-            text=self.detokenizer.text if self.detokenizer else "",
-            text_delta=text_delta,
-            finish_reason=sequence.finish_reason,
-            error=sequence.error,
-            logprobs=None if params.logprobs is None else list(self.logprobs),
-            prompt_logprobs=None if params.prompt_logprobs is None else list(self.prompt_logprobs.values()),
-            num_preemptions=sequence.num_preemptions,
-        )
+    def num_host_blocks(self, num_blocks: int, size: int) -> int:
+        """Blocks of the swap space beside a pool of `num_blocks` blocks of `size` bytes: never more than the pool's."""
+        if self.swap_bytes is not None:
+            return min(self.swap_bytes // size, num_blocks)
+        swaps = self.preemption in (Preemption.SWAP, Preemption.AUTO) and self.memory_policy == "paged"
+        return num_blocks if swaps and find_policy(self.policy).preempts else 0
 
 
 class Engine:
     """Serves one model. Not thread-safe: one thread owns it, as the server's worker does.
 
-    Raises KernelError if the kernels are not for this model, ConfigError if the limits do not fit it.
+    `recorder` is told all that the scheduler is told. Raises KernelError if the kernels are not for this model,
+    ConfigError if the limits do not fit it.
     """
 
     def __init__(
-        self, model: CausalLM, kernels: PagedKernels, tokenizer: Tokenizer | None, config: EngineConfig
+        self,
+        model: CausalLM,
+        kernels: PagedKernels,
+        tokenizer: Tokenizer | None,
+        config: EngineConfig,
+        recorder: Callable[[SchedulerEvent], None] | None = None,
     ) -> None:
         _check_fit(model, kernels, config)
         model_limit = model.config.max_position_embeddings
@@ -155,104 +127,164 @@ class Engine:
         self.kernels = kernels
         self.tokenizer = tokenizer
         self.max_model_len = config.max_model_len or model_limit
-        num_blocks = _num_blocks(config, kernels, model.config.num_layers, self.max_model_len)
-        self.kv_cache = KVCache(kernels.spec, model.config.num_layers, num_blocks)
-        self.block_manager = BlockManager(num_blocks, kernels.spec.block_size)
-        self.scheduler = Scheduler(
-            SchedulerConfig(config.max_num_seqs, config.max_num_batched_tokens), self.block_manager
+        num_layers, spec = model.config.num_layers, kernels.spec
+        num_blocks = _num_blocks(config, kernels, num_layers, self.max_model_len)
+        num_host_blocks = config.num_host_blocks(num_blocks, block_bytes(spec, num_layers))
+        self.kv_cache = KVCache(spec, num_layers, num_blocks)
+        self.memory = make_memory_policy(
+            config.memory_policy,
+            num_blocks,
+            spec.block_size,
+            max_model_len=self.max_model_len,
+            prefix_cache=config.prefix_cache and find_policy(config.policy).prefix_cache,
+            num_host_blocks=num_host_blocks,
         )
+        self.swap_space = KVCache(spec, num_layers, num_host_blocks) if num_host_blocks else None
+        self.scheduler = Scheduler(
+            config.scheduler(self.max_model_len),
+            self.memory,
+            costs=self._measure_costs if self.swap_space else None,
+            recorder=recorder,
+        )
+        self.peak = MemoryPeak()
         self._eos_token_ids = frozenset(model.config.eos_token_ids) | frozenset(
             tokenizer.eos_token_ids if tokenizer else ()
         )
-        self._requests: dict[str, _Request] = {}
-        self._arrivals = itertools.count()
-        self._num_steps = self._num_computed_tokens = self._num_generated_tokens = self._peak_blocks = 0
+        self._requests: dict[str, EngineRequest] = {}
+        self._num_steps = self._num_computed_tokens = self._num_generated_tokens = 0
+        self._num_cached_tokens = self._num_saved_blocks = 0
 
     @property
     def has_work(self) -> bool:
         """Whether `step` would do something."""
-        return self.scheduler.has_work
+        return bool(self._requests)
 
-    def add_request(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams) -> None:
-        """Queues a request. Raises RequestError for one that is malformed or could never finish in this engine."""
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> None:
+        """Queues a request. Raises RequestError for one that is malformed or could never finish in this engine.
+
+        A lower `priority` number goes first under policy `default`. Requests with different salts share no cached KV.
+        """
         if request_id in self._requests:
             raise RequestError(f"request id {request_id!r} is in use; choose another", "request_id")
         self._check_prompt(prompt_token_ids)
         params.validate_for(self.model.config.vocab_size)
         if params.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer, this engine has none; use stop_token_ids", "stop")
-        sequence = RunningSequence(
-            next(self._arrivals),
-            request_id,
-            prompt_token_ids,
-            params,
-            max_num_tokens=min(len(prompt_token_ids) + params.max_tokens, self.max_model_len + 1),
-            stop_token_ids=frozenset(params.stop_token_ids)
-            | (frozenset() if params.ignore_eos else self._eos_token_ids),
+        ends = frozenset() if params.ignore_eos else self._eos_token_ids
+        group = self.scheduler.add(
+            Request(
+                request_id,
+                tuple(prompt_token_ids),
+                min(len(prompt_token_ids) + params.max_tokens, self.max_model_len + 1),
+                num_sequences=params.num_sequences,
+                stop_token_ids=frozenset(params.stop_token_ids) | ends,
+                priority=priority,
+                salt=cache_salt,
+                score_prompt=params.prompt_logprobs is not None,
+            )
         )
-        self.scheduler.add(sequence)
-        detokenizer = Detokenizer(self.tokenizer, prompt_token_ids, params.stop) if self.tokenizer else None
-        self._requests[request_id] = _Request(sequence, detokenizer)
+        self._requests[request_id] = EngineRequest(group, params, self.tokenizer)
 
     def abort(self, request_id: str) -> bool:
         """Ends a request at once, without an output, and frees what it holds; False for an id that is not at work."""
-        request = self._requests.pop(request_id, None)
-        if request is None:
+        if self._requests.pop(request_id, None) is None:
             return False
-        self.scheduler.finish(request.sequence, FinishReason.ABORT)
-        return True
+        return self.scheduler.end(request_id, FinishReason.ABORT)
 
     def step(self) -> list[RequestOutput]:
-        """Runs one iteration; returns the requests that got a token or ended.
+        """Runs one iteration; returns the outputs that got a token or ended.
 
         A request whose own logits are unusable ends with `error`. If the whole iteration fails, every request in it
         does: it cannot be told whose fault it is, and the others go on.
         """
         scheduled = self.scheduler.schedule()
         if not scheduled.rows:
-            return []
+            return self._outputs({})
         self._num_steps += 1
         self._num_computed_tokens += scheduled.num_tokens
-        self._peak_blocks = max(self._peak_blocks, self.block_manager.num_used_blocks)
+        if self.memory.num_used_blocks > self.peak.num_used_blocks:
+            self.peak = MemoryPeak(self.memory.num_used_blocks, self.memory.split())
         try:
-            sampled = iter(self._execute(scheduled))
+            outcomes = self._execute(scheduled)
         except (PagegenError, RuntimeError) as error:  # RuntimeError is what torch raises, out of memory included
-            logger.exception("an iteration over %d requests failed", len(scheduled.rows))
-            outcomes = [SampledToken(None, error=f"the iteration failed: {error}") for _ in scheduled.rows]
-            return self._record(scheduled, outcomes)
-        return self._record(scheduled, [next(sampled) if row.completes else None for row in scheduled.rows])
+            logger.exception("an iteration over %d sequences failed", len(scheduled.rows))
+            self._fail(scheduled, f"the iteration failed: {error}")
+            outcomes = [()] * len(scheduled.rows)
+        return self._record(scheduled, outcomes)
 
     def stats(self) -> EngineStats:
-        used, size = self.block_manager.num_used_blocks, self.kv_cache.block_bytes
+        scheduler, used, size = self.scheduler, self.memory.num_used_blocks, self.kv_cache.block_bytes
+        pool = scheduler.pool
         return EngineStats(
-            num_running=len(self.scheduler.running),
-            num_waiting=len(self.scheduler.waiting),
-            num_blocks=self.block_manager.num_blocks,
+            num_running=len(pool.running),
+            num_waiting=len(pool.waiting),
+            num_blocks=self.memory.num_blocks,
             num_used_blocks=used,
-            num_preemptions=self.scheduler.num_preemptions,
+            num_preemptions=pool.num_preemptions,
             num_steps=self._num_steps,
             num_computed_tokens=self._num_computed_tokens,
             num_generated_tokens=self._num_generated_tokens,
             kv_bytes_in_use=used * size,
-            kv_bytes_peak=self._peak_blocks * size,
+            kv_bytes_peak=self.peak.num_used_blocks * size,
+            num_swapped=sum(group.status is GroupStatus.SWAPPED for group in pool.preempted),
+            num_swaps=pool.num_swaps,
+            num_deadlocks=scheduler.num_deadlocks,
+            num_idle_slot_iterations=scheduler.policy.num_idle_slot_iterations,
+            num_cached_tokens=self._num_cached_tokens,
+            num_saved_blocks=self._num_saved_blocks,
+            wait_reasons=scheduler.wait_reasons(),
+            preemption_costs=scheduler.preemption_costs,
         )
+
+    def _measure_costs(self) -> PreemptionCosts:
+        if self.swap_space is None:
+            raise RuntimeError("there is no swap space to measure")
+        return measure_costs(self.model, self.kernels, self.kv_cache, self.swap_space)
 
     # --- inside a step -----------------------------------------------------------------------------------------------
 
-    def _execute(self, scheduled: ScheduledBatch) -> list[SampledToken]:
-        """Runs the model; one outcome for each row that completes, in order."""
+    def _execute(self, scheduled: ScheduledBatch) -> list[tuple[SampledToken, ...]]:
+        """Runs the model; what each row sampled, in order."""
         with torch.inference_mode():
-            self.kv_cache.copy_blocks(self.kernels, scheduled.copies)
-            batch = Batch.from_scheduled(scheduled, self.block_manager)
+            for transfer in scheduled.transfers:
+                self._move(transfer)
+            batch = Batch.from_scheduled(scheduled, self.memory)
             logits = self.model.forward(batch, self.kv_cache, self.kernels)
-            sampling = [row.sequence for row in scheduled.rows if row.completes]
-            self._score_prompts(scheduled, logits[len(sampling) :])
-            return sample(
-                logits[: len(sampling)],
-                [sequence.params for sequence in sampling],
-                [sequence.num_tokens for sequence in sampling],
-                [self._requests[sequence.request_id].seed for sequence in sampling],
-            )
+            completed = [row for row in scheduled.rows if row.completes]
+            self._score_prompts(scheduled, logits[len(completed) :])
+            samples = self._sample(completed, logits[: len(completed)])
+            return [tuple(islice(samples, row.num_samples)) for row in scheduled.rows]
+
+    def _move(self, transfer: Transfer) -> None:
+        match transfer.kind:
+            case TransferKind.COPY:
+                self.kv_cache.copy_blocks(self.kernels, transfer.pairs)
+            case TransferKind.SWAP_OUT if self.swap_space:
+                self.swap_space.copy_from(self.kv_cache, transfer.pairs)
+            case TransferKind.SWAP_IN if self.swap_space:
+                self.kv_cache.copy_from(self.swap_space, transfer.pairs)
+
+    def _sample(self, completed: Sequence[ScheduledSequence], logits: torch.Tensor) -> Iterator[SampledToken]:
+        """One token for each completed row, or several where the group is forked: from the same logits [R, V]."""
+        if any(row.num_samples > 1 for row in completed):
+            counts = torch.tensor([row.num_samples for row in completed], device=logits.device)
+            logits = logits.repeat_interleave(counts, 0)
+        params, positions, seeds = list[SamplingParams](), list[int](), list[int]()
+        for row in completed:
+            request, first = self._requests[row.sequence.group.request_id], row.sequence.index
+            for choice in request.choices[first : first + row.num_samples]:
+                params.append(request.sampling)
+                positions.append(row.sequence.num_tokens)
+                seeds.append(choice.seed)
+        return iter(sample(logits, params, positions, seeds))
 
     def _score_prompts(self, scheduled: ScheduledBatch, logits: torch.Tensor) -> None:
         scored = [(row.sequence, position) for row in scheduled.rows for position in prompt_logprob_positions(row)]
@@ -261,35 +293,61 @@ class Engine:
         targets = torch.tensor(
             [sequence.token_ids[position + 1] for sequence, position in scored], device=logits.device
         )
-        counts = [sequence.params.prompt_logprobs or 0 for sequence, _ in scored]
-        for (sequence, position), found in zip(scored, token_logprobs(logits, targets, counts), strict=True):
-            self._requests[sequence.request_id].prompt_logprobs[position] = found
+        requests = [self._requests[sequence.group.request_id] for sequence, _ in scored]
+        counts = [request.params.prompt_logprobs or 0 for request in requests]
+        found = token_logprobs(logits, targets, counts)
+        for request, (_, position), logprobs in zip(requests, scored, found, strict=True):
+            request.prompt_logprobs[position] = logprobs
 
-    def _record(self, scheduled: ScheduledBatch, outcomes: Sequence[SampledToken | None]) -> list[RequestOutput]:
-        """Brings the outcome of each row (None: a chunk of a prompt) into scheduler, texts and outputs."""
-        for row, outcome in zip(scheduled.rows, outcomes, strict=True):
-            if outcome and outcome.error:
-                self.scheduler.finish(row.sequence, FinishReason.ERROR, outcome.error)
-        self.scheduler.update(scheduled, [outcome.token_id if outcome else None for outcome in outcomes])
-        pairs = zip(scheduled.rows, outcomes, strict=True)
-        return [self._output(row.sequence, outcome) for row, outcome in pairs if outcome]
+    def _fail(self, scheduled: ScheduledBatch, error: str) -> None:
+        """Ends what an iteration that failed may have spoilt: its rows, and if blocks were on the move all that has any."""
+        groups = {row.sequence.group: None for row in scheduled.rows}
+        if scheduled.transfers:
+            groups |= dict.fromkeys([*self.scheduler.running, *self.scheduler.pool.preempted])
+        for group in groups:
+            self.scheduler.end(group.request_id, FinishReason.ERROR, error)
 
-    def _output(self, sequence: RunningSequence, outcome: SampledToken) -> RequestOutput:
-        request = self._requests[sequence.request_id]
-        new_token_ids: tuple[int, ...] = ()
-        delta = ""
-        if outcome.token_id is not None:
-            self._num_generated_tokens += 1
-            new_token_ids = (outcome.token_id,)
-            if outcome.logprobs:
-                request.logprobs.append(outcome.logprobs)
-            delta = request.push(outcome.token_id)
-            if request.detokenizer and request.detokenizer.stopped is not None:
-                self.scheduler.finish(sequence, FinishReason.STOP)
-                sequence.finish_reason = FinishReason.STOP  # also where this token was the last one allowed
-        if sequence.finished:
-            del self._requests[sequence.request_id]
-        return request.output(new_token_ids, delta)
+    def _record(self, scheduled: ScheduledBatch, outcomes: Sequence[tuple[SampledToken, ...]]) -> list[RequestOutput]:
+        """Brings what each row sampled into scheduler, texts and outputs."""
+        for row, samples in zip(scheduled.rows, outcomes, strict=True):
+            if error := next((token.error for token in samples if token.error), None):
+                self.scheduler.end(row.sequence.group.request_id, FinishReason.ERROR, error)
+        self.scheduler.update(scheduled, [_token_ids(samples) for samples in outcomes])
+        news: dict[RunningSequence, tuple[tuple[int, ...], str]] = {}
+        for row, samples in zip(scheduled.rows, outcomes, strict=True):
+            group = row.sequence.group
+            sequences = group.sequences if len(samples) > 1 else (row.sequence,)
+            for sequence, sampled in zip(sequences, samples, strict=False):
+                if sequence.error is None and sampled.token_id is not None:
+                    news[sequence] = self._take_in(sequence, sampled)
+        return self._outputs(news)
+
+    def _take_in(self, sequence: RunningSequence, sampled: SampledToken) -> tuple[tuple[int, ...], str]:
+        """A sampled token becomes text, and perhaps the end."""
+        request = self._requests[sequence.group.request_id]
+        self._num_generated_tokens += 1
+        delta = request.push(sequence, sampled)
+        if request.stopped(sequence):
+            self.scheduler.finish_sequence(sequence, FinishReason.STOP)
+            sequence.finish_reason = FinishReason.STOP  # also where this token was the last one allowed
+        return ((sampled.token_id,) if sampled.token_id is not None else ()), delta
+
+    def _outputs(self, news: dict[RunningSequence, tuple[tuple[int, ...], str]]) -> list[RequestOutput]:
+        """Outputs of the sequences that got a token, then of others that ended or were let go."""
+        left = dict.fromkeys(self.scheduler.take_released())
+        outputs: list[RequestOutput] = []
+        for sequence in (*news, *(gone for gone in left if gone not in news)):
+            request = self._requests.get(sequence.group.request_id)
+            if request is None or request.group is not sequence.group:  # aborted
+                continue
+            new_token_ids, delta = news.get(sequence, ((), ""))
+            tell = request.leave if sequence in left else request.update
+            outputs += tell(sequence, new_token_ids, delta)
+            if request.group.status is GroupStatus.FINISHED and outputs and outputs[-1].usage:
+                self._num_cached_tokens += request.group.num_cached_tokens
+                self._num_saved_blocks += request.group.num_saved_blocks
+                del self._requests[sequence.group.request_id]
+        return outputs
 
     def _check_prompt(self, token_ids: Sequence[int]) -> None:
         """Raises RequestError for a prompt that is empty, too long, or not made of this model's tokens."""
@@ -331,3 +389,9 @@ def _num_blocks(config: EngineConfig, kernels: PagedKernels, num_layers: int, ma
         )
     useful = config.max_num_seqs * -(-max_model_len // kernels.spec.block_size)
     return min(budget // size, useful)
+
+
+def _token_ids(samples: tuple[SampledToken, ...]) -> Sampled:
+    """What a row sampled, as the scheduler takes it; a row with an error has ended."""
+    ids = tuple(token.token_id for token in samples if token.token_id is not None)
+    return ids if len(samples) > 1 else ids[0] if ids else None

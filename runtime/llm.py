@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -12,7 +13,7 @@ from pagegen.errors import ConfigError, RequestError
 from pagegen.kernel import PagedKernels
 from pagegen.runtime.engine import EngineConfig, RequestOutput
 from pagegen.runtime.sampling_params import SamplingParams
-from pagegen.runtime.scheduler import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS
+from pagegen.runtime.scheduler import DEFAULT_MAX_NUM_SEQS, Preemption
 from pagegen.runtime.sequence import FinishReason
 from pagegen.runtime.tokenizer import Message
 from pagegen.spec import DType
@@ -34,13 +35,20 @@ class LLM:
         dtype: str | DType = DType.BF16,
         block_size: int = 16,
         max_num_seqs: int = DEFAULT_MAX_NUM_SEQS,
-        max_num_batched_tokens: int = DEFAULT_MAX_NUM_BATCHED_TOKENS,
+        max_num_batched_tokens: int | None = None,
         max_model_len: int | None = None,
         num_blocks: int | None = None,
         kv_cache_bytes: int | None = None,
+        policy: str = "default",
+        memory_policy: str = "paged",
+        preemption: str | Preemption = Preemption.RECOMPUTE,
+        swap_bytes: int | None = None,
+        prefix_cache: bool = True,
     ) -> None:
         if dtype not in tuple(DType):
             raise ConfigError(f"dtype={dtype!r} is not known; allowed: {', '.join(DType)}; change dtype")
+        if preemption not in tuple(Preemption):
+            raise ConfigError(f"preemption={preemption!r} is not known; allowed: {', '.join(Preemption)}")
         config = EngineConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -48,6 +56,11 @@ class LLM:
             num_blocks=num_blocks,
             kv_cache_bytes=kv_cache_bytes,
             dtype=DType(dtype),
+            policy=policy,
+            memory_policy=memory_policy,
+            preemption=Preemption(preemption),
+            swap_bytes=swap_bytes,
+            prefix_cache=prefix_cache,
         )
         from pagegen.runtime.launcher import launch  # brings the compiler along
 
@@ -61,9 +74,9 @@ class LLM:
         prompts: str | Sequence[str] | Sequence[Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Completes prompts (texts or lists of token ids) as one continuous batch; one output each, in order.
+        """Completes prompts (texts or lists of token ids) as one continuous batch; their outputs in order.
 
-        A prompt that cannot be served has its error in its place, and the others are done. `params` is one for all or
+        That is one for each prompt, or `n` where its params ask for more. A prompt that cannot be served has its error in its place, and the others are done. `params` is one for all or
         one each. Raises RequestError if their number differs.
         """
         each = [prompts] if isinstance(prompts, str) else prompts
@@ -95,7 +108,7 @@ class LLM:
                 f"{len(prompts)} prompts and {len(each)} params; give one SamplingParams for all, or one each", "params"
             )
         request_ids = [next(self._request_ids) for _ in prompts]
-        outputs: dict[str, RequestOutput] = {}
+        outputs: dict[tuple[str, int], RequestOutput] = {}
         try:
             for request_id, prompt, options in zip(request_ids, prompts, each, strict=True):
                 token_ids: list[int] = []
@@ -103,12 +116,18 @@ class LLM:
                     token_ids = prompt()
                     self.engine.add_request(request_id, token_ids, options)
                 except RequestError as error:
-                    outputs[request_id] = RequestOutput(
+                    failed = RequestOutput(
                         request_id, tuple(token_ids), finish_reason=FinishReason.ERROR, error=str(error)
                     )
+                    outputs |= {(request_id, i): dataclasses.replace(failed, index=i) for i in range(options.n)}
             while self.engine.has_work:
-                outputs |= {output.request_id: output for output in self.engine.step() if output.finish_reason}
+                ended = [output for output in self.engine.step() if output.finish_reason]
+                outputs |= {(output.request_id, output.index): output for output in ended}
         finally:
             for request_id in request_ids:  # an interrupt leaves nothing running
                 self.engine.abort(request_id)
-        return [outputs[request_id] for request_id in request_ids]
+        return [
+            outputs[request_id, index]
+            for request_id, options in zip(request_ids, each, strict=True)
+            for index in range(options.n)
+        ]

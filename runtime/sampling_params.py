@@ -10,6 +10,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024  # characters; bounds the text that streaming may hold back
 MAX_STOP_TOKEN_IDS = 256
 MAX_LOGPROBS = 20
+MAX_SEQUENCES = 128  # of one request
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -18,7 +19,9 @@ class SamplingParams:
 
     `temperature` 0 is greedy. `top_k` 0 (or -1) and `top_p` 1 are off; the order is temperature, top-k, top-p.
     `seed` None draws one per request. `stop` strings never appear in the text; `stop_token_ids` end a request even
-    with `ignore_eos`. `logprobs` n asks for the sampled token's log-probability and the n likeliest, of the raw
+    with `ignore_eos`. `n` outputs are sampled from the one prompt, with seeds of their own that come from `seed`; with
+    `best_of` that many are, and the n whose tokens have the highest mean log-probability are given, the best first.
+    `logprobs` n asks for the sampled token's log-probability and the n likeliest, of the raw
     logits; `prompt_logprobs` the same for the prompt's tokens from the second on.
     """
 
@@ -32,6 +35,8 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    n: int = 1
+    best_of: int | None = None
 
     def __post_init__(self) -> None:
         set_field = object.__setattr__  # the one way to normalise a frozen value
@@ -53,8 +58,16 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 self._check_int(name, 0, MAX_LOGPROBS)
+        self._check_int("n", 1, MAX_SEQUENCES)
+        if self.best_of is not None:
+            self._check_int("best_of", self.n, MAX_SEQUENCES)
         set_field(self, "stop", self._stop_strings())
         set_field(self, "stop_token_ids", self._stop_ids())
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that are sampled."""
+        return self.best_of or self.n
 
     @property
     def greedy(self) -> bool:

@@ -2,50 +2,126 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import inspect
+import typing
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from pagegen.cli._common import parse_size
 from pagegen.errors import ConfigError
 from pagegen.spec import DType
 
 if TYPE_CHECKING:
     from pagegen.runtime.launcher import Launched
 
-KernelsOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--kernels", metavar="PACKAGE", help="Kernel package; default: a fitting one of the cache, or a new build."
-    ),
-]
-DTypeOption = Annotated[str, typer.Option("--dtype", metavar="DTYPE", help="fp32, bf16 or fp16.")]
-KvBlocksOption = Annotated[int | None, typer.Option("--kv-blocks", metavar="N", help="Blocks of the KV cache.")]
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """The options that make an engine, each with its help; the values of one command line."""
+
+    kernels: Annotated[
+        Path | None,
+        typer.Option(
+            "--kernels", metavar="PACKAGE", help="Kernel package; default: a fitting one of the cache, or a new build."
+        ),
+    ] = None
+    dtype: Annotated[str, typer.Option("--dtype", metavar="DTYPE", help="fp32, bf16 or fp16.")] = "bf16"
+    max_model_len: Annotated[int | None, typer.Option("--max-model-len", help="Tokens of prompt and output.")] = None
+    max_num_seqs: Annotated[int, typer.Option("--max-num-seqs", help="Sequences that run together.")] = 64
+    max_num_batched_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--max-num-batched-tokens",
+            help="Tokens of one iteration; default: 512, or a longest prompt where it is computed whole.",
+        ),
+    ] = None
+    kv_blocks: Annotated[int | None, typer.Option("--kv-blocks", metavar="N", help="Blocks of the KV cache.")] = None
+    kv_cache_memory: Annotated[
+        str | None, typer.Option("--kv-cache-memory", metavar="SIZE", help="Bytes of the KV cache, such as 512M.")
+    ] = None
+    policy: Annotated[
+        str, typer.Option("--policy", metavar="NAME", help="Scheduling: default, vllm-paper, orca or request.")
+    ] = "default"
+    memory_policy: Annotated[
+        str,
+        typer.Option(
+            "--memory-policy",
+            metavar="NAME",
+            help="KV memory: paged, orca-max, orca-pow2, orca-oracle, contiguous-first-fit or reserve-on-paged.",
+        ),
+    ] = "paged"
+    preemption: Annotated[
+        str,
+        typer.Option(
+            "--preemption",
+            metavar="WAY",
+            help="When KV blocks run out: recompute, swap, auto (what is measured to be faster) or none.",
+        ),
+    ] = "recompute"
+    swap_space: Annotated[
+        str | None,
+        typer.Option(
+            "--swap-space",
+            metavar="SIZE",
+            help="Bytes for swapped KV blocks, 0 for none; default: as the KV cache where preemption may swap.",
+        ),
+    ] = None
+    prefix_cache: Annotated[
+        bool,
+        typer.Option("--prefix-cache/--no-prefix-cache", help="Keep the KV of prompts for those that begin alike."),
+    ] = True
 
 
-def load(
-    model: str,
-    *,
-    kernels: Path | None,
-    dtype: str,
-    num_blocks: int | None,
-    kv_cache_bytes: int | None = None,
-    max_model_len: int | None = None,
-    max_num_seqs: int = 64,
-    max_num_batched_tokens: int = 512,
-) -> Launched:
-    """The model with its engine, from the options' values. Raises PagegenError."""
+def engine_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command the options of EngineOptions; it receives their values as `options`."""
+    hints = typing.get_type_hints(EngineOptions, include_extras=True)
+    fields = dataclasses.fields(EngineOptions)
+
+    @functools.wraps(command)
+    def with_options(**values: Any) -> None:
+        options = EngineOptions(**{field.name: values.pop(field.name) for field in fields})
+        command(**values, options=options)
+
+    own = inspect.signature(command, eval_str=True).parameters.values()
+    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own if p.name != "options"]
+    parameters += [
+        inspect.Parameter(
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name]
+        )
+        for field in fields
+    ]
+    with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # typer reads both
+    with_options.__annotations__ = {p.name: p.annotation for p in parameters}
+    return with_options
+
+
+def load(model: str, options: EngineOptions) -> Launched:
+    """The model with its engine. Raises PagegenError."""
     from pagegen.runtime.engine import EngineConfig
     from pagegen.runtime.launcher import launch
+    from pagegen.runtime.scheduler import Preemption
 
-    if dtype not in set(DType):
-        raise ConfigError(f"--dtype {dtype} is not known; allowed: {', '.join(DType)}")
+    if options.dtype not in set(DType):
+        raise ConfigError(f"--dtype {options.dtype} is not known; allowed: {', '.join(DType)}")
+    if options.preemption not in set(Preemption):
+        raise ConfigError(f"--preemption {options.preemption} is not known; allowed: {', '.join(Preemption)}")
+    no_swap_space = options.swap_space is not None and options.swap_space.strip() == "0"
     config = EngineConfig(
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_model_len=max_model_len,
-        num_blocks=num_blocks,
-        kv_cache_bytes=kv_cache_bytes,
-        dtype=DType(dtype),
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        max_model_len=options.max_model_len,
+        num_blocks=options.kv_blocks,
+        kv_cache_bytes=parse_size(options.kv_cache_memory, "--kv-cache-memory"),
+        dtype=DType(options.dtype),
+        policy=options.policy,
+        memory_policy=options.memory_policy,
+        preemption=Preemption(options.preemption),
+        swap_bytes=0 if no_swap_space else parse_size(options.swap_space, "--swap-space"),
+        prefix_cache=options.prefix_cache,
     )
-    return launch(model, kernels, config)
+    return launch(model, options.kernels, config)

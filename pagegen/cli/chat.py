@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pagegen.cli._common import ModelArgument, note
-from pagegen.cli._models import DTypeOption, KernelsOption, KvBlocksOption, load
+from pagegen.cli._models import EngineOptions, engine_options, load
 from pagegen.errors import RequestError
 
 if TYPE_CHECKING:
@@ -18,24 +18,24 @@ if TYPE_CHECKING:
 EXAMPLE = "pagegen chat smollm2-135m --system 'Answer in one sentence.'"
 
 
+@engine_options
 def command(
     model: ModelArgument,
     system: Annotated[str | None, typer.Option("--system", metavar="TEXT", help="The system message.")] = None,
-    kernels: KernelsOption = None,
-    dtype: DTypeOption = "bf16",
     max_tokens: Annotated[int, typer.Option("--max-tokens", help="Tokens of one answer at most.")] = 512,
     temperature: Annotated[float, typer.Option("--temperature", help="0 is greedy.")] = 0.0,
     top_p: Annotated[
         float, typer.Option("--top-p", help="Sample from the likeliest tokens up to this mass; 1 is off.")
     ] = 1.0,
     seed: Annotated[int | None, typer.Option("--seed", help="Makes sampling repeatable.")] = None,
-    kv_blocks: KvBlocksOption = None,
+    *,
+    options: EngineOptions,
 ) -> None:
     """Chat with a model in the terminal."""
     from pagegen.runtime.sampling_params import SamplingParams
 
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
-    llm = load(model, kernels=kernels, dtype=dtype, num_blocks=kv_blocks)
+    llm = load(model, options)
     note(f"kernels: {llm.message}")
     note("/new forgets the conversation, ctrl-C ends an answer, ctrl-D the chat")
     opening = [{"role": "system", "content": system}] if system else []

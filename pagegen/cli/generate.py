@@ -15,7 +15,7 @@ import typer
 
 from pagegen.cli import INTERRUPTED, NO
 from pagegen.cli._common import JsonOption, ModelArgument, format_size, note, print_json, progress
-from pagegen.cli._models import DTypeOption, KernelsOption, KvBlocksOption, load
+from pagegen.cli._models import EngineOptions, engine_options, load
 from pagegen.errors import ConfigError, PagegenError, RequestError
 
 if TYPE_CHECKING:
@@ -39,15 +39,15 @@ class Job:
 
 @dataclasses.dataclass(slots=True)
 class Run:
-    """What came of the jobs: an output each, None for one that has none (`errors` says why)."""
+    """What came of the jobs: the latest of each one's outputs by index, none of one that has none (`errors` says why)."""
 
-    outputs: list[RequestOutput | None]
+    outputs: list[dict[int, RequestOutput]]
     errors: dict[int, str]
     seconds: float = 0.0
     interrupted: bool = False
-    peak: tuple[int, int] = (0, 0)  # blocks in use, and the tokens in them, when the most blocks were
 
 
+@engine_options
 def command(
     model: ModelArgument,
     prompt: Annotated[str | None, typer.Option("--prompt", metavar="TEXT", help="Continue this text.")] = None,
@@ -60,22 +60,23 @@ def command(
             help="Run every line: prompt, prompt_token_ids or messages, and any sampling option. - is stdin.",
         ),
     ] = None,
-    kernels: KernelsOption = None,
-    dtype: DTypeOption = "bf16",
     max_tokens: Annotated[int, typer.Option("--max-tokens", help="Tokens to generate at most.")] = 128,
     temperature: Annotated[float, typer.Option("--temperature", help="0 is greedy.")] = 0.0,
     top_k: Annotated[int, typer.Option("--top-k", help="Sample from the K likeliest tokens; 0 is off.")] = 0,
     top_p: Annotated[
         float, typer.Option("--top-p", help="Sample from the likeliest tokens up to this mass; 1 is off.")
     ] = 1.0,
+    n: Annotated[int, typer.Option("--n", help="Outputs of each prompt; they share its KV blocks.")] = 1,
+    best_of: Annotated[int | None, typer.Option("--best-of", help="Sample as many, and give the N likeliest.")] = None,
     seed: Annotated[int | None, typer.Option("--seed", help="Makes sampling repeatable.")] = None,
     stop: Annotated[list[str] | None, typer.Option("--stop", help="End before this text; repeatable.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the model has ended.")] = False,
     logprobs: Annotated[
         int | None, typer.Option("--logprobs", help="Log-probabilities of the K likeliest tokens.")
     ] = None,
-    kv_blocks: KvBlocksOption = None,
     json: JsonOption = False,
+    *,
+    options: EngineOptions,
 ) -> None:
     """Generate text offline, all prompts as one continuous batch."""
     from pagegen.runtime.sampling_params import SamplingParams
@@ -91,9 +92,11 @@ def command(
         stop=tuple(stop or ()),
         ignore_eos=ignore_eos,
         logprobs=logprobs,
+        n=n,
+        best_of=best_of,
     )
     lines = _lines(input) if input is not None else []
-    llm = load(model, kernels=kernels, dtype=dtype, num_blocks=kv_blocks)
+    llm = load(model, options)
     if input is not None:
         jobs = [parse_line(number, line, defaults, llm.tokenizer) for number, line in lines]
     else:
@@ -169,7 +172,7 @@ def _refuse_constant(name: str) -> None:
 
 def add_jobs(engine: Engine, jobs: Sequence[Job]) -> Run:
     """Queues every job that can be run; `errors` says why the others cannot."""
-    run = Run([None] * len(jobs), {index: job.error for index, job in enumerate(jobs) if job.error})
+    run = Run([{} for _ in jobs], {index: job.error for index, job in enumerate(jobs) if job.error})
     for index, job in enumerate(jobs):
         if job.params is not None:
             try:
@@ -187,23 +190,19 @@ def run_jobs(engine: Engine, run: Run) -> None:
         with progress("generating", len(run.outputs) - len(run.errors)) as advance:
             while engine.has_work:
                 for output in engine.step():
-                    run.outputs[int(output.request_id)] = output
-                    finished += output.finish_reason is not None
+                    run.outputs[int(output.request_id)][output.index] = output
+                    finished += output.usage is not None
                     tokens += len(output.new_token_ids)
-                run.peak = max(run.peak, _in_use(engine))
                 advance(finished, f"{tokens / (time.perf_counter() - begin):.1f} tokens/s")
     except KeyboardInterrupt:
         run.interrupted = True
     run.seconds = time.perf_counter() - begin
     run.errors |= {
-        index: out.error for index, out in enumerate(run.outputs) if out is not None and out.error is not None
+        job: output.error
+        for job, outputs in enumerate(run.outputs)
+        for output in outputs.values()
+        if output.error is not None
     }
-
-
-def _in_use(engine: Engine) -> tuple[int, int]:
-    return engine.block_manager.num_used_blocks, sum(
-        sequence.num_computed_tokens for sequence in engine.scheduler.running
-    )
 
 
 # --- the answer ------------------------------------------------------------------------------------------------------
@@ -211,64 +210,90 @@ def _in_use(engine: Engine) -> tuple[int, int]:
 
 def report(model: str, kernels: str, engine: Engine, run: Run, as_json: bool) -> None:
     """Prints texts, speed and KV use, or the JSON document."""
-    outputs = [output for output in run.outputs if output is not None]
-    prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
-    completion_tokens = sum(len(output.token_ids) for output in outputs)
-    usage = {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-    }
+    usage = usage_of(run)
     speed = {
         "seconds": run.seconds,
-        "output_tokens_per_second": completion_tokens / run.seconds if run.seconds else 0.0,
+        "output_tokens_per_second": usage["completion_tokens"] / run.seconds if run.seconds else 0.0,
         "total_tokens_per_second": usage["total_tokens"] / run.seconds if run.seconds else 0.0,
     }
-    memory = memory_of(engine, run.peak)
+    memory = memory_of(engine)
     if as_json:
-        rows = [output_row(index, output, run.errors.get(index)) for index, output in enumerate(run.outputs)]
+        rows = [
+            output_row(job, outputs.get(index), run.errors.get(job))
+            for job, outputs in enumerate(run.outputs)
+            for index in sorted(outputs) or [0]
+        ]
         print_json(
             {"model": model, "kernels": kernels, "outputs": rows, "usage": usage, "speed": speed, "memory": memory}
         )
         return
-    for index, output in enumerate(run.outputs):
-        if len(run.outputs) > 1:
-            note(f"--- {index + 1}")
-        if index in run.errors:
-            note(f"error: {run.errors[index]}")
-        elif output is not None:
+    num_rows = sum(max(len(outputs), 1) for outputs in run.outputs)
+    for job, outputs in enumerate(run.outputs):
+        if job in run.errors:
+            if num_rows > 1:
+                note(f"--- {job + 1}")
+            note(f"error: {run.errors[job]}")
+            continue
+        for output in by_index(outputs):
+            if num_rows > 1:
+                note(f"--- {job + 1}" + (f".{output.index + 1}" if len(outputs) > 1 else ""))
             typer.echo(output.text)
     note(
-        f"{completion_tokens} tokens in {run.seconds:.2f} s: {speed['output_tokens_per_second']:.1f} tokens/s; "
+        f"{usage['completion_tokens']} tokens in {run.seconds:.2f} s: "
+        f"{speed['output_tokens_per_second']:.1f} tokens/s; "
         f"KV cache at its peak {format_size(memory['kv_bytes_peak'])} of {format_size(memory['kv_bytes_total'])}"
     )
 
 
-def memory_of(engine: Engine, peak: tuple[int, int]) -> dict[str, Any]:
+def by_index(outputs: dict[int, RequestOutput]) -> list[RequestOutput]:
+    """One job's outputs in order."""
+    return [outputs[index] for index in sorted(outputs)]
+
+
+def usage_of(run: Run) -> dict[str, Any]:
+    """Tokens in and out of all jobs; of those that an interrupt left unfinished, as far as they got."""
+    prompt_tokens = completion_tokens = cached_tokens = saved_blocks = 0
+    for outputs in filter(None, map(by_index, run.outputs)):
+        usage = next((output.usage for output in outputs if output.usage), None)
+        prompt_tokens += len(outputs[0].prompt_token_ids)
+        completion_tokens += usage.completion_tokens if usage else sum(len(o.token_ids) for o in outputs)
+        cached_tokens += usage.cached_tokens if usage else 0
+        saved_blocks += usage.saved_blocks if usage else 0
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        "blocks_saved_by_sharing": saved_blocks,
+    }
+
+
+def memory_of(engine: Engine) -> dict[str, Any]:
     """The KV cache in bytes, and when the most blocks were in use what they held, split as in Kwon et al. 2023, figure 2
-    (https://arxiv.org/abs/2309.06180). Paged allocation reserves nothing ahead and leaves no block unusable."""
+    (https://arxiv.org/abs/2309.06180)."""
     stats, block_bytes = engine.stats(), engine.kv_cache.block_bytes
-    blocks, tokens = peak
-    token_states = tokens * block_bytes // engine.kernels.spec.block_size
-    split = {
-        "token_states": token_states,
-        "reserved": 0,
-        "internal_fragmentation": blocks * block_bytes - token_states,
-        "external_fragmentation": 0,
+    slot_bytes, split = block_bytes // engine.kernels.spec.block_size, engine.peak.split
+    parts = {
+        "token_states": split.token,
+        "reserved": split.reserved,
+        "internal_fragmentation": split.internal,
+        "external_fragmentation": split.external,
     }
     return {
         "block_size": engine.kernels.spec.block_size,
         "num_blocks": stats.num_blocks,
         "kv_bytes_total": stats.num_blocks * block_bytes,
         "kv_bytes_peak": stats.kv_bytes_peak,
-        "split": split,
+        "split": {name: slots * slot_bytes for name, slots in parts.items()},
+        "num_preemptions": stats.num_preemptions,
     }
 
 
-def output_row(index: int, output: RequestOutput | None, error: str | None) -> dict[str, Any]:
-    """One entry of `outputs`."""
+def output_row(job: int, output: RequestOutput | None, error: str | None) -> dict[str, Any]:
+    """One entry of `outputs`: `index` is the prompt's, `choice` tells its n outputs apart."""
     return {
-        "index": index,
+        "index": job,
+        "choice": output.index if output else 0,
         "prompt_token_ids": list(output.prompt_token_ids) if output else [],
         "text": output.text if output else "",
         "token_ids": list(output.token_ids) if output else [],

@@ -59,8 +59,8 @@ class ApiRequest(_Model):
     top_k: Any = None
     stop_token_ids: Any = None
     ignore_eos: Any = None
+    n: Any = None
     # known, off
-    n: Annotated[int | None, _only(1)] = None
     presence_penalty: Annotated[float | None, _only(0)] = None
     frequency_penalty: Annotated[float | None, _only(0)] = None
     logit_bias: Annotated[dict[str, Any] | None, _only({})] = None
@@ -83,10 +83,13 @@ class ApiRequest(_Model):
 
     def sampling_params(self, default_max_tokens: int) -> SamplingParams:
         """The sampling options; a field left out or null takes SamplingParams' default. Raises RequestError."""
-        names = ("temperature", "top_p", "seed", "stop", "top_k", "stop_token_ids", "ignore_eos")
-        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        names = ("temperature", "top_p", "seed", "stop", "top_k", "stop_token_ids", "ignore_eos", "n", "best_of")
+        given = {name: value for name in names if (value := getattr(self, name, None)) is not None}
         max_tokens = default_max_tokens if self.max_tokens is None else self.max_tokens
-        return SamplingParams(max_tokens=max_tokens, logprobs=self.num_logprobs, **given)
+        params = SamplingParams(max_tokens=max_tokens, logprobs=self.num_logprobs, **given)
+        if self.stream and params.num_sequences > params.n:
+            raise RequestError("best_of picks among whole texts, which cannot be streamed; leave out stream", "best_of")
+        return params
 
 
 class CompletionRequest(ApiRequest):
@@ -94,7 +97,7 @@ class CompletionRequest(ApiRequest):
 
     prompt: Any
     logprobs: Any = None
-    best_of: Annotated[int | None, _only(1)] = None
+    best_of: Any = None
     echo: Annotated[bool | None, _only(False)] = None
     suffix: Annotated[str | None, _only("")] = None
 

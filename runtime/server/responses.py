@@ -16,12 +16,24 @@ from pagegen.runtime.tokenizer import Tokenizer
 MIN_LOGPROB = -9999.0  # stands for minus infinity, which JSON lacks; OpenAI's own number
 
 
-def usage(outputs: Iterable[RequestOutput]) -> dict[str, int]:
-    """Tokens in and out, summed over the requests; a sampled end-of-sequence token counts."""
-    outputs = list(outputs)
-    prompt = sum(len(output.prompt_token_ids) for output in outputs)
-    completion = sum(len(output.token_ids) for output in outputs)
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+def usage(outputs: Iterable[RequestOutput]) -> dict[str, Any]:
+    """Tokens in and out, summed over the requests, each prompt counted once; a sampled end-of-sequence token counts.
+
+    `prompt_tokens_details.shared_blocks`, beyond the OpenAI API, are KV blocks that sharing saved.
+    """
+    found = [output.usage for output in outputs if output.usage is not None]
+    prompt = sum(one.prompt_tokens for one in found)
+    completion = sum(one.completion_tokens for one in found)
+    details = {
+        "cached_tokens": sum(one.cached_tokens for one in found),
+        "shared_blocks": sum(one.saved_blocks for one in found),
+    }
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": details,
+    }
 
 
 class ResponseFormat(ABC):

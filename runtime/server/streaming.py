@@ -52,13 +52,15 @@ async def events(
     """The chunks of a stream, then `[DONE]`; an error after the begin is an event of its own with no `[DONE]`."""
     shared = {"usage": None} if include_usage else {}
     opened: set[int] = set()
-    sent: dict[int, RequestOutput] = {}  # what has been sent of each request
+    sent: dict[int, RequestOutput] = {}  # what has been sent of each choice
+    finished: list[RequestOutput] = []  # the last output of each request
     try:
         async for update in stream.updates(ping_seconds):
             if update is None:
                 yield ": ping\n\n"
                 continue
             index, output = update
+            finished += [output] if output.usage else []
             failed = output.finish_reason in FAILED
             if index not in opened and (opening := form.opening(index)):
                 yield event(form.chunk([opening]) | shared)
@@ -74,7 +76,7 @@ async def events(
         yield event(api_error(error, request_id).body())
         return
     if include_usage:
-        yield event(form.chunk([]) | {"usage": usage(sent.values())})
+        yield event(form.chunk([]) | {"usage": usage(finished)})
     yield "data: [DONE]\n\n"
 
 
@@ -94,7 +96,7 @@ async def collect(request: Request, worker: EngineWorker, stream: Stream, reques
         raise api_error(error, request_id) from None
     finally:
         watcher.cancel()  # calls abort too: it passes over what has finished
-    return [outputs[index] for index in range(len(stream.request_ids))]
+    return [outputs[place] for place in range(stream.num_outputs)]
 
 
 def api_error(error: WorkerError | ApiError, request_id: str) -> ApiError:

@@ -63,11 +63,13 @@ class AbortedError(WorkerError):
 
 
 class Stream:
-    """The outputs of one or more requests that were submitted together; read by one task."""
+    """The outputs of one or more requests that were submitted together, `n` of each; read by one task."""
 
-    def __init__(self, request_ids: Sequence[str]) -> None:
+    def __init__(self, request_ids: Sequence[str], n: int = 1) -> None:
         self.request_ids = list(request_ids)
-        self._latest: dict[str, RequestOutput] = {}  # not yet read
+        self.num_outputs = len(request_ids) * n
+        self._places = {request_id: i * n for i, request_id in enumerate(request_ids)}
+        self._latest: dict[int, RequestOutput] = {}  # not yet read
         self._open = set(request_ids)
         self._accepting = set(request_ids)
         self._failure: Exception | None = None
@@ -86,7 +88,8 @@ class Stream:
             raise self._failure
 
     async def updates(self, silence: float | None = None) -> AsyncIterator[tuple[int, RequestOutput] | None]:
-        """Yields (index of the request, its output so far), outputs that piled up merged into the latest one.
+        """Yields (place, output so far), outputs that piled up merged into the latest one. The first request's n outputs
+        have the first n places, and so on.
 
         Yields None after each `silence` seconds without any. Ends when every request has finished; raises WorkerError.
         """
@@ -94,10 +97,8 @@ class Stream:
             if self._failure:
                 raise self._failure
             if self._latest:
-                for index, request_id in enumerate(self.request_ids):
-                    output = self._latest.pop(request_id, None)
-                    if output:
-                        yield index, output
+                for place in sorted(self._latest):
+                    yield place, self._latest.pop(place)
             elif not self._open:
                 return
             elif not await self._wait(silence):
@@ -118,8 +119,8 @@ class Stream:
         self._changed.set()
 
     def put(self, output: RequestOutput) -> None:
-        self._latest[output.request_id] = output
-        if output.finish_reason is not None:
+        self._latest[self._places[output.request_id] + output.index] = output
+        if output.usage is not None:
             self._open.discard(output.request_id)
         self._changed.set()
 
@@ -198,7 +199,7 @@ class EngineWorker:
                 f"{self.num_open} requests are open and {self._max_open} is the limit; try again later"
             )
         self._loop = asyncio.get_running_loop()
-        stream = Stream([uuid.uuid4().hex for _ in prompts])
+        stream = Stream([uuid.uuid4().hex for _ in prompts], params.n)
         for request_id, prompt in zip(stream.request_ids, prompts, strict=True):
             self._streams[request_id] = stream
             self._inbox.put(_Add(request_id, prompt, params))
@@ -235,7 +236,7 @@ class EngineWorker:
             stream = self._streams.get(output.request_id)
             if stream:
                 stream.put(output)
-                if output.finish_reason is not None:
+                if output.usage is not None:
                     del self._streams[output.request_id]
 
     def _accept(self, request_id: str) -> None:
@@ -304,7 +305,7 @@ class EngineWorker:
             self._live.clear()
             self._post(self._fail_streams, EngineFailedError("the engine failed"))
         else:
-            self._live.difference_update(output.request_id for output in outputs if output.finish_reason is not None)
+            self._live.difference_update(output.request_id for output in outputs if output.usage is not None)
             self._post(self._deliver, outputs)
         finally:
             self._busy_since = None

@@ -41,7 +41,13 @@ def test_programs_get_one_document_with_everything() -> None:
     (output,) = document["outputs"]
     assert output["prompt_token_ids"] == list(b"abc")
     assert len(output["token_ids"]) == 20 and output["finish_reason"] == "length" and output["error"] is None
-    assert document["usage"] == {"prompt_tokens": 3, "completion_tokens": 20, "total_tokens": 23}
+    assert document["usage"] == {
+        "prompt_tokens": 3,
+        "completion_tokens": 20,
+        "total_tokens": 23,
+        "prompt_tokens_details": {"cached_tokens": 0},
+        "blocks_saved_by_sharing": 0,
+    }
     assert document["speed"]["output_tokens_per_second"] > 0
     memory = document["memory"]
     assert set(memory["split"]) == {"token_states", "reserved", "internal_fragmentation", "external_fragmentation"}

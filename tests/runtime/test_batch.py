@@ -13,20 +13,19 @@ from pagegen.runtime.batch import Batch
 from pagegen.runtime.block_manager import BlockManager
 from pagegen.runtime.kv_cache import KVCache, block_bytes
 from pagegen.runtime.policies import Demand
-from pagegen.runtime.sampling_params import SamplingParams
 from pagegen.runtime.scheduler import ScheduledBatch, ScheduledSequence
-from pagegen.runtime.sequence import Sequence
+from pagegen.runtime.sequence import Request, SequenceGroup
 from pagegen.spec import DType, KernelSpec
 
 
 def scheduled(
-    *rows: tuple[list[int], int, int], prompt_len: int | None = None, prompt_logprobs: int | None = None
+    *rows: tuple[list[int], int, int], prompt_len: int | None = None, score_prompt: bool = False
 ) -> ScheduledBatch:
     """Rows of (token ids, start, number of tokens); a sequence's prompt is all of its tokens unless told."""
     made = []
     for seq_id, (token_ids, start, num_tokens) in enumerate(rows):
-        params = SamplingParams(prompt_logprobs=prompt_logprobs)
-        sequence = Sequence(seq_id, str(seq_id), token_ids[:prompt_len], params, max_num_tokens=99)
+        request = Request(str(seq_id), tuple(token_ids[:prompt_len]), 99, score_prompt=score_prompt)
+        (sequence,) = SequenceGroup(request, seq_id, (seq_id, seq_id)).sequences
         sequence.token_ids = token_ids
         made.append(ScheduledSequence(sequence, start, num_tokens))
     return ScheduledBatch(tuple(made))
@@ -54,11 +53,11 @@ def test_a_decode_a_whole_prompt_and_a_chunk_share_one_flat_batch() -> None:
 def test_prompt_logprobs_ask_for_the_rows_that_score_the_prompt_after_the_sampled_ones() -> None:
     blocks = BlockManager(10, 4)
     blocks.allocate(0, Demand(range(5), 5), 5)
-    whole = Batch.from_scheduled(scheduled(([1, 2, 3, 4, 5], 0, 5), prompt_logprobs=0), blocks)
+    whole = Batch.from_scheduled(scheduled(([1, 2, 3, 4, 5], 0, 5), score_prompt=True), blocks)
     assert whole.logits_rows.tolist() == [4, 0, 1, 2, 3]
-    chunk = Batch.from_scheduled(scheduled(([1, 2, 3, 4, 5], 1, 3), prompt_logprobs=0), blocks)
+    chunk = Batch.from_scheduled(scheduled(([1, 2, 3, 4, 5], 1, 3), score_prompt=True), blocks)
     assert chunk.logits_rows.tolist() == [0, 1, 2]
-    again = Batch.from_scheduled(scheduled(([1, 2, 3, 4, 5], 0, 5), prompt_len=4, prompt_logprobs=0), blocks)
+    again = Batch.from_scheduled(scheduled(([1, 2, 3, 4, 5], 0, 5), prompt_len=4, score_prompt=True), blocks)
     assert again.logits_rows.tolist() == [4]  # recomputed after a preemption: already scored
 
 

@@ -86,7 +86,7 @@ def finish(engine: Engine, max_steps: int = 500) -> dict[str, RequestOutput]:
             assert output.request_id not in done
             if output.finish_reason:
                 done[output.request_id] = output
-        engine.block_manager.audit(full=True)
+        engine.memory.audit(full=True)
     stats = engine.stats()
     assert (
         not engine.has_work

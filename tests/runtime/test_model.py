@@ -17,9 +17,8 @@ from pagegen.runtime.layers import LMHead, RMSNorm, RotaryEmbedding, silu_and_mu
 from pagegen.runtime.models import MODELS, CausalLM, build_model
 from pagegen.runtime.models.config import ModelConfig, RopeScaling
 from pagegen.runtime.policies import Demand
-from pagegen.runtime.sampling_params import SamplingParams
 from pagegen.runtime.scheduler import ScheduledBatch, ScheduledSequence
-from pagegen.runtime.sequence import Sequence
+from pagegen.runtime.sequence import Request, SequenceGroup
 from pagegen.spec import DType
 
 TINY = ModelConfig(
@@ -71,7 +70,8 @@ class Session:
             if not start:
                 self.blocks.allocate(seq_id, Demand(range(0), 0), 0)
             self.blocks.append(seq_id, len(token_ids))
-            sequence = Sequence(seq_id, "", [0] * start + token_ids, SamplingParams(), max_num_tokens=99)
+            request = Request("", (*[0] * start, *token_ids), 99)
+            (sequence,) = SequenceGroup(request, seq_id, (seq_id, seq_id)).sequences
             made.append(ScheduledSequence(sequence, start, len(token_ids)))
         batch = Batch.from_scheduled(ScheduledBatch(tuple(made)), self.blocks)
         batch = dataclasses.replace(batch, logits_rows=torch.arange(batch.num_tokens))

@@ -3,113 +3,25 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagegen.errors import ConfigError, RequestError
-from pagegen.runtime.block_manager import BlockManager
-from pagegen.runtime.sampling_params import SamplingParams
-from pagegen.runtime.scheduler import ScheduledBatch, Scheduler, SchedulerConfig
-from pagegen.runtime.sequence import FinishReason, Sequence, SequenceStatus
-
-
-class Rig:
-    """A scheduler over a scripted model whose cache is a dict of slots.
-
-    The next token is a hash of the whole context as read through the block table, so a lost, stale or foreign slot
-    changes every token after it.
-    """
-
-    def __init__(self, num_blocks: int = 64, block_size: int = 4, max_num_seqs: int = 16, budget: int = 64) -> None:
-        self.blocks = BlockManager(num_blocks, block_size)
-        self.scheduler = Scheduler(SchedulerConfig(max_num_seqs, budget), self.blocks)
-        self.cells: dict[tuple[int, int], int] = {}
-        self.budget = budget
-        self.num_added = 0
-
-    def add(self, prompt_len: int, max_tokens: int, first: int | None = None) -> Sequence:
-        """A request whose prompt is `prompt_len` numbers from `first` on (from its own id if None)."""
-        first = 100 * self.num_added if first is None else first
-        sequence = Sequence(
-            self.num_added,
-            f"r{self.num_added}",
-            range(first, first + prompt_len),
-            SamplingParams(max_tokens=max_tokens),
-            max_num_tokens=prompt_len + max_tokens,
-        )
-        self.num_added += 1
-        self.scheduler.add(sequence)
-        return sequence
-
-    def execute(self, batch: ScheduledBatch) -> list[int | None]:
-        size = self.blocks.block_size
-        for source, destination in batch.copies:
-            self.cells |= {(destination, i): self.cells[source, i] for i in range(size) if (source, i) in self.cells}
-        tokens: list[int | None] = []
-        for row in batch.rows:
-            sequence, table = row.sequence, self.blocks.block_table(row.sequence.seq_id)
-            for position in range(row.start, row.start + row.num_tokens):
-                self.cells[table[position // size], position % size] = sequence.token_ids[position]
-            context = [self.cells[table[i // size], i % size] for i in range(row.start + row.num_tokens)]
-            tokens.append(hash(tuple(context)) % 1000 if row.completes else None)
-        return tokens
-
-    def step(self) -> ScheduledBatch:
-        running, waiting = list(self.scheduler.running), list(self.scheduler.waiting)
-        batch = self.scheduler.schedule()
-        self.check(batch)
-        assert batch.rows or not (running or waiting), "an iteration without progress"
-        self.scheduler.update(batch, self.execute(batch))
-        self.blocks.audit(full=True)
-        return batch
-
-    def check(self, batch: ScheduledBatch) -> None:
-        """What holds for every iteration."""
-        scheduler = self.scheduler
-        assert batch.num_tokens <= self.budget and len(scheduler.running) <= scheduler.config.max_num_seqs
-        assert len({row.sequence.seq_id for row in batch.rows}) == len(batch.rows)
-        order = [sequence.seq_id for sequence in (*scheduler.running, *scheduler.waiting)]
-        assert order == sorted(order), "first come, first served"
-        if batch.preempted and scheduler.running:
-            assert min(sequence.seq_id for sequence in batch.preempted) > scheduler.running[0].seq_id
-        assert all(sequence.status is SequenceStatus.WAITING for sequence in batch.preempted)
-        for row in batch.rows:
-            assert row.num_tokens > 0 and row.sequence.status is SequenceStatus.RUNNING
-            assert row.start + row.num_tokens <= self.blocks.num_tokens(row.sequence.seq_id)
-
-    def run(self, max_steps: int = 10_000) -> int:
-        for steps in range(max_steps):
-            if not self.scheduler.has_work:
-                assert self.blocks.num_free_blocks == self.blocks.num_blocks
-                return steps
-            self.step()
-        raise AssertionError(f"not finished after {max_steps} steps")
-
-
-def solo(prompt: Iterable[int], max_tokens: int) -> list[int]:
-    rig = Rig(num_blocks=1000)
-    prompt = list(prompt)
-    sequence = rig.add(len(prompt), max_tokens, first=prompt[0])
-    rig.run()
-    return sequence.output_token_ids
-
-
-def assert_as_if_alone(sequences: Iterable[Sequence]) -> None:
-    for sequence in sequences:
-        assert sequence.output_token_ids == solo(sequence.prompt_token_ids, sequence.params.max_tokens)
-        assert sequence.finish_reason is FinishReason.LENGTH
+from pagegen.runtime.scheduler import ScheduledBatch, SchedulerConfig
+from pagegen.runtime.sequence import FinishReason, SequenceGroup
+from tests.runtime.scheduling_rig import Rig, assert_as_if_alone, output
 
 
 def test_a_finished_request_leaves_and_a_new_one_joins_at_the_next_iteration() -> None:
     rig = Rig(max_num_seqs=2)
     short, long, late = rig.add(3, 1), rig.add(3, 5), rig.add(3, 2)
-    assert {row.sequence for row in rig.step().rows} == {short, long}
-    assert {row.sequence for row in rig.step().rows} == {long, late}
+    assert {row.sequence.group for row in rig.step().rows} == {short, long}
+    assert {row.sequence.group for row in rig.step().rows} == {long, late}
     rig.run()
-    assert_as_if_alone([short, long, late])
+    assert_as_if_alone(short, long, late)
 
 
 def test_decodes_go_first_and_a_prompt_fills_what_the_budget_leaves() -> None:
@@ -117,14 +29,14 @@ def test_decodes_go_first_and_a_prompt_fills_what_the_budget_leaves() -> None:
     decoding = rig.add(2, 9)
     rig.step()
     prompt = rig.add(17, 2)
-    chunks = [[(row.sequence, row.start, row.num_tokens) for row in rig.step().rows] for _ in range(3)]
+    chunks = [[(row.sequence.group, row.start, row.num_tokens) for row in rig.step().rows] for _ in range(3)]
     assert chunks == [
         [(decoding, 2, 1), (prompt, 0, 7)],
         [(decoding, 3, 1), (prompt, 7, 7)],
         [(decoding, 4, 1), (prompt, 14, 3)],
     ]
     rig.run()
-    assert_as_if_alone([decoding, prompt])
+    assert_as_if_alone(decoding, prompt)
 
 
 @pytest.mark.parametrize(("prompt_len", "steps"), [(8, 1), (9, 2), (16, 2), (17, 3)])
@@ -132,7 +44,7 @@ def test_a_prompt_takes_as_many_iterations_as_it_has_chunks(prompt_len: int, ste
     rig = Rig(budget=8)
     sequence = rig.add(prompt_len, 1)
     assert rig.run() == steps
-    assert_as_if_alone([sequence])
+    assert_as_if_alone(sequence)
 
 
 @pytest.mark.parametrize(("budget", "max_num_seqs"), [(1, 1), (1, 4), (2, 8), (3, 64)])
@@ -140,16 +52,16 @@ def test_a_budget_below_the_number_of_sequences_still_finishes_all(budget: int, 
     rig = Rig(budget=budget, max_num_seqs=max_num_seqs)
     sequences = [rig.add(n, 4) for n in (5, 1, 9, 2, 3)]
     rig.run(max_steps=100)
-    assert_as_if_alone(sequences)
+    assert_as_if_alone(*sequences)
 
 
 def test_nobody_overtakes_a_request_that_waits_for_blocks() -> None:
     rig = Rig(num_blocks=4)
     first, big, small = rig.add(8, 3), rig.add(12, 1), rig.add(1, 1)
     rig.step()
-    assert rig.scheduler.running == [first] and list(rig.scheduler.waiting) == [big, small]
+    assert rig.scheduler.running == [first] and rig.scheduler.waiting == [big, small]
     rig.run()
-    assert_as_if_alone([first, big, small])
+    assert_as_if_alone(first, big, small)
 
 
 def test_a_request_is_admitted_only_where_those_that_run_can_still_grow() -> None:
@@ -159,7 +71,7 @@ def test_a_request_is_admitted_only_where_those_that_run_can_still_grow() -> Non
     assert rig.scheduler.running == [running]
     rig.run()
     assert next_in_line.num_preemptions == 0
-    assert_as_if_alone([running, next_in_line])
+    assert_as_if_alone(running, next_in_line)
 
 
 @pytest.mark.parametrize("num_requests", [2, 6])
@@ -167,7 +79,7 @@ def test_requests_that_outgrow_the_pool_are_preempted_and_all_advance(num_reques
     rig = Rig(num_blocks=8)
     sequences = [rig.add(12, 12) for _ in range(num_requests)]
     rig.run(max_steps=4 * 24 * num_requests)
-    assert_as_if_alone(sequences)
+    assert_as_if_alone(*sequences)
     assert rig.scheduler.num_preemptions >= 1
     assert sequences[0].num_preemptions == 0
     assert max(sequence.num_preemptions for sequence in sequences) <= 2
@@ -179,7 +91,7 @@ def test_a_long_prompt_arriving_while_two_decode_neither_starves_nor_stalls_them
     rig.step()
     sequences.append(rig.add(24, 8))
     rig.run(max_steps=200)
-    assert_as_if_alone(sequences)
+    assert_as_if_alone(*sequences)
     assert max(sequence.num_preemptions for sequence in sequences) <= 2
 
 
@@ -188,12 +100,12 @@ def test_the_latest_arrived_is_preempted_and_computed_anew_with_its_output() -> 
     elder, younger = rig.add(2, 6), rig.add(2, 6)
     while not (batch := rig.step()).preempted:
         pass
-    assert batch.preempted == (younger,) and younger.num_computed_tokens == 0
-    generated = younger.output_token_ids
+    assert batch.preempted == (younger,) and younger.sequences[0].num_computed_tokens == 0
+    generated = output(younger)
     assert generated and rig.scheduler.waiting[0] is younger
     rig.run()
-    assert younger.output_token_ids[: len(generated)] == generated
-    assert_as_if_alone([elder, younger])
+    assert output(younger)[: len(generated)] == generated
+    assert_as_if_alone(elder, younger)
 
 
 @pytest.mark.parametrize("num_blocks", [1, 2, 3])
@@ -201,7 +113,7 @@ def test_pools_of_one_two_and_three_blocks_make_progress(num_blocks: int) -> Non
     rig = Rig(num_blocks=num_blocks, block_size=4)
     sequences = [rig.add(prompt_len, 4 * num_blocks - prompt_len + 1) for prompt_len in (1, 3, 4, 2, 4)]
     rig.run(max_steps=400)
-    assert_as_if_alone(sequences)
+    assert_as_if_alone(*sequences)
 
 
 def test_a_request_that_fills_the_pool_runs_and_one_token_more_is_refused_with_the_budget() -> None:
@@ -212,7 +124,7 @@ def test_a_request_that_fills_the_pool_runs_and_one_token_more_is_refused_with_t
             rig.add(prompt_len, max_tokens)
     after = rig.add(10, 1)
     rig.run(max_steps=5)
-    assert_as_if_alone([fits, after])
+    assert_as_if_alone(fits, after)
 
 
 @pytest.mark.parametrize("moment", ["waiting", "mid-prompt", "decoding", "preempted", "scheduled"])
@@ -221,41 +133,43 @@ def test_an_abort_at_any_moment_frees_the_blocks_and_disturbs_nobody(moment: str
     other, victim = rig.add(9, 15), rig.add(11, 15)
     moments: dict[str, Callable[[], bool]] = {
         "waiting": lambda: True,
-        "mid-prompt": lambda: 0 < victim.num_computed_tokens < victim.prompt_len,
-        "decoding": lambda: len(victim.output_token_ids) == 2,
+        "mid-prompt": lambda: 0 < victim.sequences[0].num_computed_tokens < victim.prompt_len,
+        "decoding": lambda: len(output(victim)) == 2,
         "preempted": lambda: victim.num_preemptions == 1,
-        "scheduled": lambda: len(victim.output_token_ids) == 2,
+        "scheduled": lambda: len(output(victim)) == 2,
     }
     while not moments[moment]():
         rig.step()
     if moment == "scheduled":
         batch = rig.scheduler.schedule()
         tokens = rig.execute(batch)
-        rig.scheduler.finish(victim, FinishReason.ABORT)
-        generated = victim.output_token_ids
+        rig.scheduler.end(victim.request_id, FinishReason.ABORT)
+        generated = output(victim)
         rig.scheduler.update(batch, tokens)
     else:
-        generated = victim.output_token_ids
+        generated = output(victim)
     for _ in range(2):
-        rig.scheduler.finish(victim, FinishReason.ABORT)
-    rig.blocks.audit(full=True)
+        rig.scheduler.end(victim.request_id, FinishReason.ABORT)
+    rig.memory.audit(full=True)
     rig.run()
-    assert_as_if_alone([other])
-    assert victim.finish_reason is FinishReason.ABORT and victim.output_token_ids == generated
+    assert_as_if_alone(other)
+    assert victim.sequences[0].finish_reason is FinishReason.ABORT and output(victim) == generated
 
 
 def test_a_sequence_that_finished_in_a_step_can_be_aborted_in_the_same_step() -> None:
     rig = Rig()
     sequence = rig.add(3, 1)
     rig.step()
-    rig.scheduler.finish(sequence, FinishReason.ABORT)
-    assert sequence.finish_reason is FinishReason.LENGTH
-    assert rig.blocks.num_free_blocks == rig.blocks.num_blocks
+    assert not rig.scheduler.end(sequence.request_id, FinishReason.ABORT)
+    assert sequence.sequences[0].finish_reason is FinishReason.LENGTH
+    assert rig.memory.num_free_blocks == rig.memory.num_blocks
 
 
 def test_a_stop_token_as_the_first_token_ends_the_request() -> None:
-    sequence = Sequence(0, "r", [1, 2], SamplingParams(), max_num_tokens=18, stop_token_ids=frozenset({7}))
-    assert sequence.append(7) is FinishReason.STOP
+    rig = Rig()
+    group = rig.add(2, 16, stop_token_ids=range(1000))
+    rig.run(max_steps=2)
+    assert len(output(group)) == 1 and group.sequences[0].finish_reason is FinishReason.STOP
 
 
 def test_no_work_gives_an_empty_batch() -> None:
@@ -265,7 +179,7 @@ def test_no_work_gives_an_empty_batch() -> None:
 @pytest.mark.parametrize("field", ["max_num_seqs", "max_num_batched_tokens"])
 def test_a_config_that_schedules_nothing_is_refused(field: str) -> None:
     with pytest.raises(ConfigError, match=field):
-        SchedulerConfig(**{field: 0})
+        SchedulerConfig(**{field: 0})  # type: ignore[arg-type]
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
@@ -282,7 +196,7 @@ def test_any_workload_ends_as_if_each_request_were_alone(
     rig, chance = Rig(num_blocks, block_size, max_num_seqs, budget), random.Random(seed)
     capacity = num_blocks * block_size
     pending = chance.randrange(1, 12)
-    kept: list[Sequence] = []
+    kept: list[SequenceGroup] = []
     while pending or rig.scheduler.has_work:
         for _ in range(min(pending, chance.choice([0, 0, 1, 3]))):
             total = chance.randrange(1, min(capacity, 60) + 1)  # KV tokens at the longest
@@ -290,7 +204,7 @@ def test_any_workload_ends_as_if_each_request_were_alone(
             kept.append(rig.add(prompt_len, total - prompt_len + 1))
             pending -= 1
         if kept and chance.random() < 0.03:
-            rig.scheduler.finish(kept.pop(chance.randrange(len(kept))), FinishReason.ABORT)
+            rig.scheduler.end(kept.pop(chance.randrange(len(kept))).request_id, FinishReason.ABORT)
         rig.step()
-    assert rig.blocks.num_free_blocks == num_blocks
-    assert_as_if_alone(kept)
+    assert rig.memory.num_free_blocks == num_blocks
+    assert_as_if_alone(*kept)

@@ -16,6 +16,7 @@ import uvicorn
 from pagegen.errors import RequestError
 from pagegen.runtime.detokenizer import Detokenizer
 from pagegen.runtime.engine import EngineStats, RequestOutput
+from pagegen.runtime.outputs import RequestUsage
 from pagegen.runtime.sampler import TokenLogprobs
 from pagegen.runtime.sampling_params import SamplingParams
 from pagegen.runtime.sequence import FinishReason
@@ -71,11 +72,14 @@ class _Request:
             finish_reason=reason,
             error="NaN in /secret/path" if reason is FinishReason.ERROR else None,
             logprobs=None if self.params.logprobs is None else list(self.logprobs),
+            usage=RequestUsage(len(self.prompt), completion_tokens=len(self.tokens) * self.params.n)
+            if reason
+            else None,
         )
 
 
 class ScriptedEngine:
-    """A token of its script for every request in every step. `on_step` may wait, or raise."""
+    """A token of its script for every request in every step, n times alike. `on_step` may wait, or raise."""
 
     def __init__(
         self,
@@ -119,8 +123,11 @@ class ScriptedEngine:
             self.on_step()
         outputs = []
         for request_id, request in list(self.requests.items()):
-            outputs.append(request.advance(request_id))
-            if outputs[-1].finish_reason is not None:
+            output = request.advance(request_id)
+            n = request.params.n
+            outputs += [dataclasses.replace(output, index=index, usage=None) for index in range(n - 1)]
+            outputs.append(dataclasses.replace(output, index=n - 1))
+            if output.finish_reason is not None:
                 del self.requests[request_id]
         return outputs
 

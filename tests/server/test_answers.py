@@ -35,11 +35,21 @@ def server() -> Iterator[Live]:
         yield running
 
 
+def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
+    """Of an engine that shares nothing."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": 0, "shared_blocks": 0},
+    }
+
+
 def test_a_completion(server: Live) -> None:
     body = server.complete("hello").json()
     assert body["object"] == "text_completion" and body["model"] == NAME and body["id"].startswith("cmpl-")
     assert body["choices"] == [{"index": 0, "text": "HELLO", "logprobs": None, "finish_reason": "stop"}]
-    assert body["usage"] == {"prompt_tokens": 5, "completion_tokens": 6, "total_tokens": 11}
+    assert body["usage"] == usage(5, 6)
 
 
 def test_a_chat_completion(server: Live) -> None:
@@ -53,7 +63,21 @@ def test_a_list_of_prompts_is_answered_in_its_order(server: Live) -> None:
     body = server.complete(["a much longer one", "e", "ab"], max_tokens=5).json()
     found = [(choice["index"], choice["text"], choice["finish_reason"]) for choice in body["choices"]]
     assert found == [(0, "A MUC", "length"), (1, "", "stop"), (2, "AB", "stop")]
-    assert body["usage"] == {"prompt_tokens": 20, "completion_tokens": 5 + 1 + 3, "total_tokens": 29}
+    assert body["usage"] == usage(20, 5 + 1 + 3)
+
+
+def test_n_choices_of_each_prompt_come_in_order_and_the_prompt_counts_once(server: Live) -> None:
+    body = server.complete(["ab", "c"], n=3).json()
+    found = [(choice["index"], choice["text"]) for choice in body["choices"]]
+    assert found == [(0, "AB"), (1, "AB"), (2, "AB"), (3, "C"), (4, "C"), (5, "C")]
+    assert body["usage"] == usage(3, 3 * 3 + 3 * 2)
+    chunks = server.events("/v1/chat/completions", messages=[{"role": "user", "content": "x"}], n=2)
+    choices = [choice for chunk in chunks[:-1] for choice in chunk["choices"]]
+    for index in range(2):
+        mine = [choice for choice in choices if choice["index"] == index]
+        assert mine[0]["delta"]["role"] == "assistant"
+        assert "".join(choice["delta"].get("content", "") for choice in mine) == "ok"
+        assert [choice["finish_reason"] for choice in mine if choice["finish_reason"]] == ["stop"]
 
 
 def test_token_ids_are_prompts_too(server: Live) -> None:
@@ -192,7 +216,7 @@ def test_only_include_usage_true_gives_usage(server: Live, more: dict[str, Any],
     *rest, last = chunks
     assert all(chunk["usage"] is None for chunk in rest)
     assert last["choices"] == []
-    assert last["usage"] == {"prompt_tokens": 7, "completion_tokens": 9, "total_tokens": 16}
+    assert last["usage"] == usage(7, 9)
 
 
 def test_an_error_of_the_engine_shows_an_id_and_nothing_from_inside(server: Live) -> None:

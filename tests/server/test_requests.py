@@ -31,7 +31,7 @@ def refused(response: httpx.Response, status: int = 400) -> dict[str, Any]:
 
 
 BAD_VALUES: list[tuple[str, Any]] = [
-    *[("n", value) for value in (100000, 0, -1, 2, 1.5, "1", True)],
+    *[("n", value) for value in (100000, 0, -1, 1.5, "1", True)],
     *[("max_tokens", value) for value in (0, -5, 0.5, 10**12, "3", True)],
     *[("temperature", value) for value in (-0.1, "hot", True, 10**400)],
     *[("top_p", value) for value in (0, 1.1, -1, "1")],
@@ -81,11 +81,17 @@ BAD_COMPLETIONS: list[tuple[str, Any]] = [
     *[("prompt", value) for value in (*BAD_PROMPTS, ["a"] * 10000, "\ud800")],
     *[("logprobs", value) for value in (-1, 21, "2", True)],
     ("echo", True),
-    ("best_of", 2),
+    *[("best_of", value) for value in (0, 1000, "2")],
     ("suffix", "end"),
     ("max_completion_tokens", 5),
     ("prompt_logprobs", -1),
 ]
+
+
+def test_the_best_of_several_cannot_be_streamed_nor_be_fewer_than_are_given(server: Live) -> None:
+    for more in ({"best_of": 2, "stream": True}, {"best_of": 2, "n": 3}):
+        error = refused(server.client.post("/v1/completions", json=COMPLETION | more))
+        assert error["param"] == "best_of"
 
 
 @pytest.mark.parametrize(("field", "value"), BAD_COMPLETIONS)

@@ -55,9 +55,9 @@ def _cuda(arch: str, shared_kib: int, max_threads: int) -> Target:
     return Target("cuda", arch, shared_memory=shared_kib * 1024, registers=65536, max_threads=max_threads)
 
 
-def _hip(arch: str, warp_size: int, lds_kib: int, max_threads: int) -> Target:
-    # LDS a work-group and wave slots a CU, from AMD's CDNA and RDNA instruction set guides.
-    return Target("hip", arch, warp_size=warp_size, shared_memory=lds_kib * 1024, registers=131072, max_threads=max_threads)
+def _hip(arch: str, warp_size: int, lds_kib: int, max_threads: int, registers: int = 131072) -> Target:
+    # LDS a work-group, vector registers and wave slots a CU, from AMD's CDNA and RDNA instruction set guides.
+    return Target("hip", arch, warp_size=warp_size, shared_memory=lds_kib * 1024, registers=registers, max_threads=max_threads)
 
 
 _X86 = platform.machine() in ("x86_64", "AMD64")
@@ -76,7 +76,7 @@ TARGETS: tuple[Target, ...] = (
     _hip("gfx90a", 64, 64, 2048),
     _hip("gfx942", 64, 64, 2048),
     _hip("gfx950", 64, 160, 2048),
-    _hip("gfx1100", 32, 64, 2048),
+    _hip("gfx1100", 32, 64, 2048, registers=98304),
 )
 
 

@@ -10,10 +10,12 @@ import itertools
 
 import pytest
 
+from pagegen.errors import RequestError
 from pagegen.runtime.block_manager import BlockManager
 from pagegen.runtime.policies import Allocation, Demand
 from pagegen.runtime.prefix_cache import PrefixCache
 from tests.runtime.memory_model import ModelledMemory
+from tests.runtime.scheduling_rig import Rig, assert_as_if_alone
 
 IDS = itertools.count(1000)
 
@@ -68,6 +70,15 @@ def test_b03_a_prompt_that_is_all_cached_leaves_its_last_block_to_compute() -> N
     assert [run(memory, ask(1, 9)), run(memory, ask(1, 7))] == [8, 4]
     singles = pool(16, block_size=1)
     assert [run(singles, ask(1, 8)), run(singles, ask(1, 8)), run(singles, ask(1, 1))] == [0, 7, 0]
+
+
+@pytest.mark.parametrize("block_size", [1, 4])
+def test_b03_the_first_token_of_a_cached_prompt_is_that_of_a_cold_one(block_size: int) -> None:
+    rig = Rig(64, block_size, prefix_cache=True)
+    for prompt_len in (8, 8, 12, 9, 7, 1, 1):
+        group = rig.add(prompt_len, 3, first=1)
+        rig.run()
+        assert_as_if_alone(group)
 
 
 def test_b04_adapters_salts_and_images_have_key_spaces_of_their_own() -> None:
@@ -188,6 +199,19 @@ def test_b10_a_group_that_the_swap_space_cannot_hold_stays_where_it_is(num_host_
         for seq_id in range(4):
             memory.free(seq_id)
     assert memory.policy.num_free_blocks == 8 and memory.policy.num_free_host_blocks == num_host_blocks
+
+
+@pytest.mark.parametrize("policy", ["default", "vllm-paper"])
+@pytest.mark.parametrize("num_host_blocks", [0, 2])
+def test_b10_requests_end_by_recomputation_where_the_swap_space_is_full(policy: str, num_host_blocks: int) -> None:
+    rig = Rig(8, 4, policy=policy, preemption="swap", num_host_blocks=num_host_blocks)
+    with pytest.raises(RequestError, match="KV blocks"):
+        rig.add(8, 8, n=4)
+    for _ in range(2):
+        groups = [rig.add(1, 24), rig.add(4, 13, n=2), rig.add(3, 12)]
+        rig.run()
+        assert_as_if_alone(*groups)
+    assert rig.scheduler.num_preemptions and rig.memory.num_free_host_blocks == num_host_blocks
 
 
 def test_b11_other_weights_find_nothing_of_the_old_ones_whoever_is_at_work() -> None:

@@ -21,14 +21,25 @@ def bench() -> None:
     """Time what was built."""
 
 
-@app.command("kernel", epilog="Example: pagegen bench kernel PACKAGE --against default,sdpa")
+@app.command(
+    "kernel",
+    short_help="Time attend against the default and torch SDPA.",
+    epilog="Example: pagegen bench kernel PACKAGE --against default,sdpa",
+)
 def kernel(
     package: Annotated[Path, typer.Argument(metavar="PACKAGE", help="The package's folder.", show_default=False)],
     against: Annotated[
-        str, typer.Option("--against", metavar="PEERS", help="default (untuned), sdpa (torch, three forms), or both by a comma.")
+        str,
+        typer.Option(
+            "--against", metavar="PEERS", help="default (untuned), sdpa (torch, three forms), or both by a comma."
+        ),
     ] = ",".join(PEERS),
-    phase: Annotated[Phase | None, typer.Option("--phase", help="Only batches of this phase.", show_default=False)] = None,
-    seconds: Annotated[float, typer.Option("--seconds", min=0.01, help="Time for one batch, all contenders together.")] = 0.5,
+    phase: Annotated[
+        Phase | None, typer.Option("--phase", help="Only batches of this phase.", show_default=False)
+    ] = None,
+    seconds: Annotated[
+        float, typer.Option("--seconds", min=0.01, help="Time for one batch, all contenders together.")
+    ] = 0.5,
     json: JsonOption = False,
 ) -> None:
     """Time a package's attend on ragged batches, with cold KV in scattered blocks.
@@ -66,5 +77,7 @@ def kernel(
         shape = {"package": loaded.name, "spec": loaded.spec.to_dict(), "target": loaded.target.name}
         print_json({**shape, "threads": torch.get_num_threads(), "rows": [row.to_dict() for row in rows]})
         return
-    note(f"{loaded.spec.slug} on {loaded.target.name}, {torch.get_num_threads()} threads; a batch is SEQUENCESxQUERIES@CONTEXT")
+    note(
+        f"{loaded.spec.slug} on {loaded.target.name}, {torch.get_num_threads()} threads; a batch is SEQUENCESxQUERIES@CONTEXT"
+    )
     print_table(f"{loaded.name}: time of the others over the package's", *table(rows))

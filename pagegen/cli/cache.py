@@ -26,7 +26,9 @@ class Entry:
     last_use: float
 
 
-@app.command("list", epilog="Example: pagegen cache list --json")
+@app.command(
+    "list", short_help="List kernels and packages, sizes, last use.", epilog="Example: pagegen cache list --json"
+)
 def list_entries(json: JsonOption = False) -> None:
     """List built kernels and kernel packages with their sizes and last use."""
     found = sorted(entries(), key=lambda entry: -entry.last_use)
@@ -39,7 +41,9 @@ def list_entries(json: JsonOption = False) -> None:
     print_table(f"{kernel_cache().parent}: {format_size(total)}", ("kind", "name", "size", "last use"), table)
 
 
-@app.command("clear", epilog="Example: pagegen cache clear --packages")
+@app.command(
+    "clear", short_help="Delete built kernels; packages if asked.", epilog="Example: pagegen cache clear --packages"
+)
 def clear(
     packages: Annotated[
         bool, typer.Option("--packages", help="Tuned packages too, which take minutes to make again.")

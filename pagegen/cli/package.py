@@ -14,7 +14,9 @@ app = typer.Typer(rich_markup_mode=None)
 DirArgument = Annotated[Path, typer.Argument(metavar="DIR", help="The package's folder.", show_default=False)]
 
 
-@app.command("show", epilog="Example: pagegen package show results/pagegen_bf16_d64_h9x3_b16_nhd_cpu_avx512")
+@app.command(
+    "show", short_help="Show spec, target, configs, dispatch, evidence.", epilog="Example: pagegen package show DIR"
+)
 def show(package: DirArgument, json: JsonOption = False) -> None:
     """Show spec, target, configs, dispatch table and evidence."""
     from pagegen.explain import explain
@@ -27,7 +29,11 @@ def show(package: DirArgument, json: JsonOption = False) -> None:
         print(explain(manifest))
 
 
-@app.command("verify", epilog="Example: pagegen package verify DIR && echo whole")
+@app.command(
+    "verify",
+    short_help="Compare files with hashes, sources with specs.",
+    epilog="Example: pagegen package verify DIR && echo whole",
+)
 def verify(package: DirArgument, json: JsonOption = False) -> None:
     """Compare every file with its hash, and every source with what its spec and config render to; runs no code of it.
 

@@ -38,11 +38,18 @@ def cache_dir() -> Path:
     base = os.environ.get("XDG_CACHE_HOME")
     try:
         path = Path(named) if named else (Path(base) if base else Path.home() / ".cache") / "pagegen"
+    except RuntimeError as error:  # no HOME, and no such user
+        raise ConfigError(f"the cache has no place ({error}); set PAGEGEN_CACHE to a folder you can write") from None
+    return _own(path)
+
+
+def _own(path: Path) -> Path:
+    try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = path.stat()
-    except (OSError, RuntimeError) as error:
+    except OSError as error:
         raise ConfigError(f"the cache folder cannot be made ({error}); set PAGEGEN_CACHE to a folder you can write") from None
-    if not path.is_dir() or not os.access(path, os.W_OK | os.X_OK):
+    if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
         raise ConfigError(f"the cache folder {path} cannot be written; set PAGEGEN_CACHE to a folder you can write")
     if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o022:
         raise ConfigError(
@@ -54,21 +61,12 @@ def cache_dir() -> Path:
 
 def kernel_cache() -> Path:
     """Built libraries, one folder a key."""
-    return _subfolder("kernels")
+    return _own(cache_dir() / "kernels")
 
 
 def package_cache() -> Path:
     """Kernel packages that `generate`, `chat` and `serve` find by themselves."""
-    return _subfolder("packages")
-
-
-def _subfolder(name: str) -> Path:
-    path = cache_dir() / name
-    try:
-        path.mkdir(mode=0o700, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be made ({error.strerror}); set PAGEGEN_CACHE to a folder you can write") from None
-    return path
+    return _own(cache_dir() / "packages")
 
 
 def write_atomic(path: Path, data: bytes | str) -> None:

@@ -131,7 +131,7 @@ def _compile(product: _Product, text: str, target: Target) -> Path:
         except FileNotFoundError:
             kernel_cache()  # somebody clears the cache at this very moment
         except OSError as error:
-            raise ConfigError(f"{folder} cannot be written ({error.strerror}); make room, or set PAGEGEN_CACHE") from None
+            raise ConfigError(f"{folder} cannot be written ({error.strerror}); make room, or set PAGEGEN_CACHE to another folder") from None
     raise BuildError(f"{folder} was removed {ATTEMPTS} times while it was built; clear the cache when nobody builds")
 
 

@@ -275,10 +275,19 @@ def test_a_cache_that_cannot_be_used_names_the_setting(place: str, tmp_path: Pat
         cpp.compile_library("x", SCALAR)
 
 
+def test_a_folder_inside_the_cache_that_others_can_write_is_refused(cache: Path) -> None:
+    cache.mkdir(mode=0o755)
+    (cache / "kernels").mkdir()
+    (cache / "kernels").chmod(0o777)
+    with pytest.raises(ConfigError, match=r"kernels is not yours alone.*mode 0777"):
+        cpp.compile_library("x", SCALAR)
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder away")
-def test_a_cache_of_another_user_is_refused(cache: Path) -> None:
-    cache.mkdir(mode=0o700)
-    os.chown(cache, 12345, -1)
+@pytest.mark.parametrize("folder", ["", "kernels"])
+def test_a_cache_of_another_user_is_refused(folder: str, cache: Path) -> None:
+    (cache / folder).mkdir(mode=0o700, parents=True)
+    os.chown(cache / folder, 12345, -1)
     with pytest.raises(ConfigError, match=r"not yours alone \(owner 12345.*set PAGEGEN_CACHE"):
         cpp.compile_library("x", SCALAR)
 

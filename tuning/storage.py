@@ -23,6 +23,7 @@ from pagegen.records import Evaluation
 
 SQLITE = "sqlite:///"
 BUSY_SECONDS = 60  # SQLite waits this long for another writer before it gives up
+JOURNAL_BEGIN = b'{"op_code":'  # of every line that Optuna writes
 
 
 class KernelLock(JournalFileOpenLock):
@@ -93,13 +94,23 @@ def _open_journal(path: Path) -> Storage:
     try:
         if not os.access(path if path.exists() else path.parent, os.W_OK):
             raise PermissionError("no permission to write it")
+        _require_journal(path)
         return Storage(JournalStorage(JournalFileBackend(str(path), KernelLock(path))), path.parent)
     except OSError as error:
         raise ConfigError(f"journal {path} cannot be opened ({_first_line(error)}); change --storage or --out") from None
-    except (ValueError, KeyError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, AssertionError) as error:  # what Optuna meets in lines not its own
         raise ConfigError(
             f"journal {path} is damaged ({_first_line(error)}); move it away, or name another with --storage"
         ) from None
+
+
+def _require_journal(path: Path) -> None:
+    """Raises ValueError for a file of another kind: opening it as a journal would cut its last line and write to it."""
+    if path.exists():
+        with path.open("rb") as file:
+            begin = file.read(len(JOURNAL_BEGIN))
+        if not JOURNAL_BEGIN.startswith(begin):
+            raise ValueError("it is another kind of file")
 
 
 def _first_line(error: Exception) -> str:

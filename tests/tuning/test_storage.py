@@ -68,6 +68,21 @@ def test_damage_in_the_middle_is_refused_with_a_remedy(tmp_path: Path) -> None:
         open_storage(None, tmp_path)
 
 
+@pytest.mark.parametrize("text", ["my notes", "my notes\n", "[]\n5\n", '{"op_code":5}\n[]\n', '{"op_code":[]}\n', "5"])
+def test_a_file_that_is_no_journal_is_refused_and_left_alone(text: str, tmp_path: Path) -> None:
+    (tmp_path / "notes").write_text(text)
+    with pytest.raises(ConfigError, match=r"damaged.*--storage"):
+        open_storage(str(tmp_path / "notes"), tmp_path)
+    assert (tmp_path / "notes").read_text() == text and len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("torn", ["", '{"op', '{"op_code":0,"worker_id":"x"'])
+def test_a_journal_whose_first_line_is_torn_is_one(torn: str, tmp_path: Path) -> None:
+    (tmp_path / "journal.log").write_text(torn)
+    optuna.create_study(storage=open_storage(None, tmp_path).backend, study_name="s")
+    assert (tmp_path / "journal.log").read_bytes().startswith(b'{"op_code":0,') and b'"s"' in (tmp_path / "journal.log").read_bytes()
+
+
 @pytest.mark.parametrize("url", ["missing/folder/journal.log", "nosuch://host/x", "sqlite:////proc/nowhere/x.db", "://"])
 def test_a_storage_that_cannot_be_opened_is_refused_in_one_line(tmp_path: Path, url: str) -> None:
     with pytest.raises(ConfigError, match="--storage") as caught:

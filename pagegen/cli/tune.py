@@ -78,18 +78,22 @@ def command(
             remark = ", ".join(f"{bucket} {speedup:.2f}x" for bucket, speedup in best.items())
             advance(state.done, f"best so far: {remark}" if remark else "")
 
-        result = tune(
-            found,
-            target=target,
-            phase=phase,
-            trials=trials,
-            budget=budget,
-            storage=storage,
-            study=study,
-            out=out,
-            seed=seed,
-            watch=watch,
-        )
+        try:
+            result = tune(
+                found,
+                target=target,
+                phase=phase,
+                trials=trials,
+                budget=budget,
+                storage=storage,
+                study=study,
+                out=out,
+                seed=seed,
+                watch=watch,
+            )
+        except KeyboardInterrupt:
+            note("interrupted; the same command goes on from here")
+            raise
     if json:
         print_json(result.document)
     else:

@@ -76,16 +76,18 @@ class BlockPool:
 
     def audit_full(self, tables: Iterable[array[int]]) -> None:
         """Recounts the references from the tables, and the free blocks from the references. O(blocks)."""
-        counted = Counter(block for table in tables for block in table)
-        counts = [counted[block] for block in range(self.num_blocks)]
-        if counts != self.ref_counts or len(counted) != self.num_held or sum(counts) != self.num_references:
-            raise AuditError(f"ref counts {self.ref_counts} of {self.num_held} held blocks, tables say {counts}")
+        counts = Counter(block for table in tables for block in table)
+        for block, ref_count in enumerate(self.ref_counts):
+            if ref_count != counts[block]:
+                raise AuditError(f"block {block} has ref count {ref_count} and is in {counts[block]} tables")
+        if (len(counts), counts.total()) != (self.num_held, self.num_references):
+            raise AuditError(f"{self.num_references} references to {self.num_held} blocks counted, tables differ")
         if self._cache:
-            self._cache.audit(counts)
+            self._cache.audit(self.ref_counts)
         published = self._cache.published if self._cache else ()
-        empty = [block for block, count in enumerate(counts) if not count and block not in published]
-        if sorted(self._free) != empty:
-            raise AuditError(f"free list {sorted(self._free)}, empty blocks {empty}")
+        free = set(self._free)
+        if len(free) != len(self._free) or any(self.ref_counts[block] or block in published for block in free):
+            raise AuditError("the free list has a block twice, or one that is in use")
 
 
 class Holding:

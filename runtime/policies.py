@@ -42,10 +42,11 @@ class AuditError(RuntimeError):
 class Demand:
     """What a request asks for at admission.
 
-    `token_ids` are the tokens to compute now: the prompt, or everything so far after a preemption. `max_tokens` counts
-    the slots that a sequence needs at its longest, prompt included; `final_tokens` those that it will really have
-    needed, which only an oracle knows. `num_sequences` samples or beams grow from the one prompt. `salt` and the
-    tagged `extra_keys` (adapter, adapter id, image digest...) keep equal tokens with different K and V apart.
+    `token_ids` are the tokens to compute now: the prompt, or everything so far after a preemption, of which the first
+    `prompt_len` are the prompt. `max_tokens` counts the slots that a sequence needs at its longest, prompt included;
+    `final_tokens` those that it will really have needed, which only an oracle knows. `num_sequences` samples or beams
+    grow from the one prompt. `salt` and the tagged `extra_keys` (adapter, adapter id, image digest...) keep equal
+    tokens with different K and V apart.
     """
 
     token_ids: Sequence[int]
@@ -54,6 +55,7 @@ class Demand:
     salt: str = ""
     extra_keys: tuple[tuple[str, str], ...] = ()
     num_sequences: int = 1
+    prompt_len: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -233,12 +233,20 @@ class PrefixCache:
 
     def audit(self, ref_counts: Sequence[int]) -> None:
         """Raises AuditError unless every index says the same as the others and as the reference counts. O(blocks)."""
-        if {digest: self._prefixes[block].digest for digest, block in self._blocks.items()} != {
-            digest: digest for digest in self._blocks
-        } or len(self._blocks) != len(self._prefixes):
-            raise AuditError(f"{len(self._blocks)} digests and {len(self._prefixes)} blocks do not match one to one")
-        unreferenced = {block for block in self._prefixes if not ref_counts[block]}
-        if unreferenced != self._idle.keys() | self._parked or self._idle.keys() & self._parked:
-            raise AuditError(f"idle {list(self._idle)}, parked {self._parked}, published and unused {unreferenced}")
-        if {block for block in unreferenced if self._prefixes[block].digest in self._wanted} != self._parked:
-            raise AuditError(f"parked {self._parked} are not the pinned ones of {unreferenced}")
+        if len(self._blocks) != len(self._prefixes):
+            raise AuditError(f"{len(self._blocks)} digests are published for {len(self._prefixes)} blocks")
+        for digest, block in self._blocks.items():
+            prefix = self._prefixes.get(block)
+            if prefix is None or prefix.digest != digest:
+                raise AuditError(f"block {block} is found under a digest that is not its own")
+            kept = (block in self._idle, block in self._parked)
+            wanted = digest in self._wanted
+            if kept != ((False, False) if ref_counts[block] else (not wanted, wanted)):
+                raise AuditError(
+                    f"block {block} with {ref_counts[block]} references: idle {kept[0]}, parked {kept[1]}, "
+                    f"pinned {wanted}"
+                )
+        if len(self._idle) + len(self._parked) > len(self._blocks):
+            raise AuditError(
+                f"{len(self._idle)} blocks idle, {len(self._parked)} parked, {len(self._blocks)} published"
+            )

@@ -32,8 +32,8 @@ def _max(demand: Demand, max_model_len: int) -> int:
 
 
 def _pow2(demand: Demand, max_model_len: int) -> int:
-    """25 output tokens reserve 32; never more than the model's length."""
-    num_prompt, final = len(demand.token_ids), _final(demand)
+    """25 output tokens reserve 32, however many of them there are already; never more than the model's length."""
+    num_prompt, final = demand.prompt_len or len(demand.token_ids), _final(demand)
     output = 1 << (final - num_prompt - 1).bit_length() if final > num_prompt else 0
     return min(num_prompt + output, max(max_model_len, final))
 
@@ -299,9 +299,9 @@ class ReservingPolicy:
         given = [block for reservation in everything for block in reservation.table]
         free = self._allocator.free_blocks()
         if len(set(given) | set(free)) != len(given) + len(free) or len(free) != self._allocator.num_free:
-            raise AuditError(f"blocks given {sorted(given)} and free {sorted(free)} overlap")
-        if sorted(given) != [block for block, count in enumerate(self._ref_counts) if count]:
-            raise AuditError(f"blocks given {sorted(given)} are not those with an owner")
+            raise AuditError("a block is in two tables, or in a table and free")
+        if sum(self._ref_counts) != len(given) or not all(self._ref_counts[block] for block in given):
+            raise AuditError("the blocks with an owner are not those in tables")
         found = (
             len(given),
             sum(reservation.expected for reservation in everything),

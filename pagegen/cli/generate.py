@@ -121,9 +121,8 @@ def _lines(name: str) -> list[tuple[int, str]]:
     try:
         text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"--input {name} cannot be read: {error}; name a file of JSON lines, or - for stdin"
-        ) from None
+        why = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(f"--input {name} cannot be read: {why}; name a file of JSON lines, or - for stdin") from None
     lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not lines:
         raise ConfigError(f"--input {name} holds no lines; each is an object with prompt, prompt_token_ids or messages")
@@ -139,6 +138,8 @@ def parse_line(number: int, line: str, defaults: SamplingParams, tokenizer: Toke
         known = {field.name for field in dataclasses.fields(defaults)}
         changes = {name: values.pop(name) for name in known & values.keys()}
         return Job(f"line {number}: ", _encode(values, tokenizer), dataclasses.replace(defaults, **changes))
+    except json.JSONDecodeError as error:
+        return Job(error=f"line {number}: it is no JSON object ({error.msg} at character {error.pos + 1})")
     except (ValueError, RecursionError, PagegenError) as error:
         return Job(error=f"line {number}: {error}")
 

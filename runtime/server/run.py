@@ -61,7 +61,7 @@ def listen(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=2048)
     except (OSError, OverflowError) as error:
         raise ConfigError(
-            f"cannot listen on {host} port {port}: {error}; change --host or --port (0 takes a free one)"
+            f"cannot listen on {host} port {port}: {getattr(error, 'strerror', None) or error}; change --host or --port (0 takes a free one)"
         ) from None
 
 

@@ -177,18 +177,18 @@ class Scheduler:
         """
         if self._recorder:
             self._record(Updated(tuple(sampled)))
-        block_size, memory = self.memory.block_size, self.memory
-        for row, token in zip(batch.rows, sampled, strict=True):
-            sequence, start, num_tokens = row
+        block_size = self.memory.block_size
+        for (sequence, start, num_tokens), token in zip(batch.rows, sampled, strict=True):
             if sequence.finish_reason is not None:
                 continue
             computed = sequence.num_computed_tokens = start + num_tokens
             group = sequence.group
             if computed % block_size < num_tokens and not group.request.score_prompt:  # a block is full
-                memory.commit(sequence.seq_id, sequence.token_ids, computed)
+                self.memory.commit(sequence.seq_id, sequence.token_ids, computed)
             if isinstance(token, int):
                 group.decoding = True
-                self._append(sequence, token)
+                sequence.token_ids.append(token)
+                self._end_by(token, sequence, group)
             elif token is None:
                 self._settle(group)
             else:
@@ -274,16 +274,16 @@ class Scheduler:
                 "max_tokens, or give the engine more KV memory"
             )
 
-    def _append(self, sequence: Sequence, token_id: int) -> None:
-        request = sequence.group.request
-        sequence.token_ids.append(token_id)
+    def _end_by(self, token_id: int, sequence: Sequence, group: SequenceGroup) -> None:
+        """Ends a sequence if its newest token says so."""
+        request = group.request
         if token_id in request.stop_token_ids:
             reason = FinishReason.STOP
         elif len(sequence.token_ids) >= request.max_num_tokens:
             reason = FinishReason.LENGTH
         else:
             return
-        sequence.group.end(sequence, reason)
+        group.end(sequence, reason)
         self._ended.append(sequence)
 
     def _fork(self, parent: Sequence, token_ids: tuple[int, ...]) -> None:
@@ -292,7 +292,8 @@ class Scheduler:
         group.sequences += [self.pool.fork(parent, index) for index in range(1, len(token_ids))]
         group.forked = group.decoding = True
         for sequence, token_id in zip(tuple(group.sequences), token_ids, strict=True):
-            self._append(sequence, token_id)
+            sequence.token_ids.append(token_id)
+            self._end_by(token_id, sequence, group)
 
     def _settle(self, group: SequenceGroup) -> None:
         """Lets a recovering group go on when its active sequences are computed as far as they have to be."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from enum import StrEnum
 
 from pagegen.runtime.policies import Allocation, Demand, MemoryPolicy
-from pagegen.runtime.scheduling.plan import Iteration, ScheduledSequence, Transfer, TransferKind, add_transfer
+from pagegen.runtime.scheduling.plan import Iteration, Transfer, TransferKind, add_transfer
 from pagegen.runtime.scheduling.preemption import Preemption, PreemptionCosts
 from pagegen.runtime.scheduling.queue import WaitingQueue
 from pagegen.runtime.sequence import GroupStatus, Sequence, SequenceGroup
@@ -65,6 +65,7 @@ class RequestPool:
             request.salt,
             (("request", str(first.seq_id)),) if request.score_prompt else (),  # a key that nobody else has
             group.width,
+            group.prompt_len,
         )
 
     def misfit(self, group: SequenceGroup, headroom: int) -> WaitReason | None:
@@ -117,13 +118,10 @@ class RequestPool:
 
     def decode(self, iteration: Iteration) -> None:
         """Schedules the newest token of every group that decodes, by rank, as far as the budget goes."""
-        groups, left = [], iteration.budget
-        for group in self.running:
-            if group.decoding:
-                left -= group.width
-                if left < 0:
-                    break
-                groups.append(group)
+        groups = [group for group in self.running if group.decoding]
+        total = sum([group.width for group in groups])
+        while total > iteration.budget:
+            total -= groups.pop().width
         sequences = [sequence for group in groups for sequence in group.active]
         seq_ids, lengths = [s.seq_id for s in sequences], [len(s.token_ids) for s in sequences]
         if others := self.memory.grow_in_place(seq_ids, lengths):
@@ -132,9 +130,7 @@ class RequestPool:
             running = GroupStatus.RUNNING  # those that were preempted for another are not, and have no rows
             groups = [group for group in groups if group.status is running and group not in stalled]
             sequences = [sequence for group in groups for sequence in group.active]
-        starts = [sequence.num_computed_tokens for sequence in sequences]
-        iteration.rows += map(ScheduledSequence._make, zip(sequences, starts, itertools.repeat(1)))
-        iteration.budget -= len(sequences)
+        iteration.take_newest(sequences)
 
     def prefill(self, iteration: Iteration) -> None:
         """Schedules the next chunk of every running group that has more than its newest token to compute, by rank."""
@@ -161,16 +157,19 @@ class RequestPool:
         if group.status is not GroupStatus.RUNNING:
             return False
         for sequence in group.active:
-            while (missing := group.end_of(sequence) - memory.num_tokens(sequence.seq_id)) > 0:
-                if memory.can_append(sequence.seq_id, missing):
-                    iteration.move(TransferKind.COPY, memory.append(sequence.seq_id, missing))
-                elif self.preemption is Preemption.NONE or len(self.running) == 1:
+            seq_id = sequence.seq_id
+            missing = group.end_of(sequence) - memory.num_tokens(seq_id)
+            if missing <= 0:
+                continue
+            while not memory.can_append(seq_id, missing):
+                victim = self.running[-1]
+                if self.preemption is Preemption.NONE or len(self.running) == 1:
                     return False
-                else:
-                    victim = self.running[-1]
-                    self.preempt(victim, iteration)
-                    if victim is group:
-                        return False
+                self.preempt(victim, iteration)
+                if victim is group:
+                    return False
+            if copies := memory.append(seq_id, missing):
+                iteration.move(TransferKind.COPY, copies)
         return True
 
     # --- the ways back -----------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ every token after it. What a sequence should give is then known without any sche
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable
 
 from pagegen.runtime.policies import MemoryPolicy, make_memory_policy
@@ -82,9 +83,11 @@ class Rig:
         n: int = 1,
         priority: int = 0,
         stop_token_ids: Iterable[int] = (),
-        final: int | None = None,
+        oracle: bool = False,
     ) -> SequenceGroup:
-        """A request whose prompt is `prompt_len` numbers from `first` on (from its own number if None)."""
+        """A request whose prompt is `prompt_len` numbers from `first` on (from its own number if None). With an
+        `oracle` it says how long it will turn out.
+        """
         first = 100 * self.num_added if first is None else first
         request = Request(
             f"r{self.num_added}",
@@ -93,8 +96,10 @@ class Rig:
             num_sequences=n,
             stop_token_ids=frozenset(stop_token_ids),
             priority=priority,
-            final_num_tokens=final,
         )
+        if oracle:
+            longest = max(len(expected(request, index)) for index in range(n))
+            request = dataclasses.replace(request, final_num_tokens=prompt_len + longest)
         self.num_added += 1
         return self.scheduler.add(request)
 

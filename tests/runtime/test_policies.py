@@ -9,7 +9,14 @@ from array import array
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from pagegen.errors import ConfigError
 from pagegen.runtime.extents import BuddyAllocator, FirstFitAllocator, ScatterAllocator
@@ -35,7 +42,7 @@ class PolicyMachine(RuleBasedStateMachine):
         self.ids = itertools.count()
         self.pins: list[tuple[list[int], str]] = []
 
-    @initialize(name=st.sampled_from([*MEMORY_POLICIES, "paged", "paged"]), cache=st.booleans())
+    @initialize(name=st.sampled_from([*RESERVING, *["paged"] * 5]), cache=st.booleans())
     def start(self, name: str, cache: bool) -> None:
         self.memory = ModelledMemory(
             make_memory_policy(
@@ -65,14 +72,11 @@ class PolicyMachine(RuleBasedStateMachine):
         self.memory.allocate(next(self.ids), demand)
 
     @precondition(lambda self: self.memory.resident)
-    @rule(data=st.data(), num_tokens=st.none() | st.integers(0, 4))
-    def compute(self, data: st.DataObject, num_tokens: int | None) -> None:
-        self.memory.compute(self.pick(self.memory.resident, data), num_tokens)
-
-    @precondition(lambda self: self.memory.resident)
-    @rule(data=st.data(), token_ids=st.lists(st.integers(0, 1), max_size=4))
-    def append(self, data: st.DataObject, token_ids: list[int]) -> None:
-        self.memory.append(self.pick(self.memory.resident, data), token_ids)
+    @rule(data=st.data(), num_tokens=st.none() | st.integers(0, 4), token_ids=st.lists(st.integers(0, 1), max_size=4))
+    def compute_and_append(self, data: st.DataObject, num_tokens: int | None, token_ids: list[int]) -> None:
+        seq_id = self.pick(self.memory.resident, data)
+        self.memory.compute(seq_id, num_tokens)
+        self.memory.append(seq_id, token_ids)
 
     @precondition(lambda self: self.memory.resident)
     @rule(data=st.data(), extra=st.integers(0, 2))
@@ -104,30 +108,26 @@ class PolicyMachine(RuleBasedStateMachine):
         swapped = st.sampled_from(sorted(self.memory.swapped))
         self.memory.swap_in(data.draw(st.lists(swapped, min_size=1, unique=True)))
 
-    @rule(token_ids=TOKENS, salt=st.sampled_from(["", "x"]))
-    def pin(self, token_ids: list[int], salt: str) -> None:
-        try:
-            self.memory.policy.pin(token_ids, salt)
-        except ConfigError:
-            return
-        self.pins.append((token_ids, salt))
-
-    @precondition(lambda self: self.pins)
-    @rule(data=st.data())
-    def unpin(self, data: st.DataObject) -> None:
-        self.memory.policy.unpin(*self.pins.pop(self.pick(list(range(len(self.pins))), data)))
-
-    @rule(version=st.sampled_from([None, "1", "2"]))
-    def reset(self, version: str | None) -> None:
-        self.memory.policy.reset_prefix_cache(version)
-
-    @rule()
-    def free_all(self) -> None:
-        for seq_id in list(self.memory.tokens):
-            self.memory.free(seq_id)
+    @rule(data=st.data(), what=st.sampled_from(["pin", "pin", "unpin", "reset", "free all"]))
+    def housekeeping(self, data: st.DataObject, what: str) -> None:
+        """One rule for all that would otherwise crowd out the daily work."""
         policy = self.memory.policy
-        kept = policy.split().token // policy.block_size
-        assert policy.num_free_blocks + kept == policy.num_blocks and (self.pins or not kept)
+        if what == "pin":
+            prefix = data.draw(st.tuples(TOKENS, st.sampled_from(["", "x"])))
+            try:
+                policy.pin(*prefix)
+            except ConfigError:
+                return
+            self.pins.append(prefix)
+        elif what == "unpin" and self.pins:
+            policy.unpin(*self.pins.pop(data.draw(st.integers(0, len(self.pins) - 1))))
+        elif what == "reset":
+            policy.reset_prefix_cache(data.draw(st.sampled_from([None, "1", "2"])))
+        elif what == "free all":
+            for seq_id in list(self.memory.tokens):
+                self.memory.free(seq_id)
+            kept = policy.split().token // policy.block_size
+            assert policy.num_free_blocks + kept == policy.num_blocks and (self.pins or not kept)
 
     @invariant()
     def all_is_well(self) -> None:
@@ -136,6 +136,14 @@ class PolicyMachine(RuleBasedStateMachine):
 
 TestPolicyMachine = PolicyMachine.TestCase
 TestPolicyMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None, derandomize=True)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_a_hundred_thousand_changes() -> None:
+    run_state_machine_as_test(
+        PolicyMachine, settings=settings(max_examples=3000, stateful_step_count=50, deadline=None, derandomize=True)
+    )
 
 
 # --- what is reserved ----------------------------------------------------------------------------------------------
@@ -343,40 +351,3 @@ def test_an_allocator_does_not_take_a_run_back_twice(
     with pytest.raises(AuditError, match="released twice"):
         blocks.release(table)
     assert list(kept) == [0, 1]
-
-
-@pytest.mark.long
-def test_a_hundred_thousand_changes() -> None:
-    """Not hypothesis: no shrinking, but seconds for what the machine above takes minutes for."""
-    machine_rules = ("allocate", "compute", "append", "fork", "free", "swap_out", "swap_in")
-    for seed in range(50):
-        rng = random.Random(seed)
-        name = rng.choice([*MEMORY_POLICIES, "paged", "paged"])
-        policy = make_memory_policy(
-            name, 9, 3, max_model_len=10, prefix_cache=seed % 3 > 0, num_host_blocks=5 if name == "paged" else 0
-        )
-        memory, ids = ModelledMemory(policy), itertools.count()
-        for _ in range(2000):
-            change = rng.choice(machine_rules)
-            step_at_random(memory, change, rng, ids)
-            memory.check()
-
-
-def step_at_random(memory: ModelledMemory, change: str, rng: random.Random, ids: itertools.count[int]) -> None:
-    if change == "allocate":
-        token_ids = [rng.randrange(2) for _ in range(rng.randrange(12))]
-        memory.allocate(next(ids), Demand(token_ids, len(token_ids) + rng.randrange(9), salt=rng.choice(["", "x"])))
-    elif change == "swap_in" and memory.swapped:
-        memory.swap_in(rng.sample(sorted(memory.swapped), rng.randint(1, len(memory.swapped))))
-    elif change == "free" and memory.tokens:
-        memory.free(rng.choice(list(memory.tokens)))
-    elif memory.resident:
-        seq_id = rng.choice(memory.resident)
-        if change == "compute":
-            memory.compute(seq_id, rng.choice([None, 1, 3]))
-        elif change == "append":
-            memory.append(seq_id, [rng.randrange(2) for _ in range(rng.randrange(4))])
-        elif change == "fork":
-            memory.fork(seq_id, next(ids))
-        elif change == "swap_out":
-            memory.swap_out(rng.sample(memory.resident, rng.randint(1, len(memory.resident))))

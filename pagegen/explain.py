@@ -26,7 +26,7 @@ def _lines(manifest: Mapping[str, Any]) -> Iterator[str]:
         form = "binary and source" if entry["binary"] else "source"
         yield f"  {name}: {entry['op']} from {entry['template']} ({form}), {config or 'no knobs'}"
     for op in Op:
-        table = DispatchTable.from_dict(manifest["dispatch"][op.value])
+        table = DispatchTable.from_dict(manifest["dispatch"].get(op.value, {}))
         if table.rows:
             yield f"Dispatch of {op.value}, the first line that holds the batch"
             yield from (f"  {_bucket(row)}: {row.kernel}" for row in table.rows)
@@ -80,10 +80,16 @@ def _tree(values: Mapping[str, Any]) -> Iterator[str]:
         elif isinstance(value, Mapping):
             yield f"{name}: {_pairs(value)}"
         elif isinstance(value, Sequence) and value and all(isinstance(item, Mapping) for item in value):
-            yield "contest, time of the others over the first:" if name == "contest" else f"{name}:"
-            yield from (f"  {line}" for line in _table(_batches(value) if name == "contest" else value))
+            contest = name == "contest" and all(map(_is_of_contest, value))
+            yield "contest, time of the others over the first:" if contest else f"{name}:"
+            yield from (f"  {line}" for line in _table(_batches(value) if contest else value))
         else:
             yield f"{name}: {_value(value)}"
+
+
+def _is_of_contest(row: Mapping[str, Any]) -> bool:
+    words, numbers = (row.get("point"), row.get("name")), (row.get("seconds"), row.get("ratio"))
+    return all(isinstance(word, str) for word in words) and all(isinstance(number, float) for number in numbers)
 
 
 def _batches(contest: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -51,7 +51,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             f"{folder} is no kernel package: {MANIFEST} cannot be read ({error.strerror}); name a folder that "
             "`pagegen tune` wrote"
         ) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise PackageError(f"{folder / MANIFEST} is damaged ({error}); make the package again with `pagegen tune`") from None
     version = manifest.get("format") if isinstance(manifest, dict) else None
     if version != FORMAT:
@@ -74,7 +74,8 @@ def _fault(manifest: Mapping[str, Any]) -> str | None:
         if not isinstance(manifest["fingerprint"].get(name), dict):
             return f"fingerprint has no {name!r}"
     for name, entry in manifest["kernels"].items():
-        wrong = [field for field, kind in KERNEL_FIELDS.items() if not isinstance(entry, dict) or not isinstance(entry.get(field), kind)]
+        fields = entry if isinstance(entry, dict) else {}
+        wrong = [field for field, kind in KERNEL_FIELDS.items() if field not in fields or not isinstance(fields[field], kind)]
         if wrong:
             return f"kernel {name!r}: {wrong[0]!r} is missing or of another type"
         if entry["op"] not in set(Op) or entry["language"] not in ("cpp", "triton"):

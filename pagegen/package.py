@@ -391,7 +391,9 @@ def verify_package(path: str | Path) -> list[str]:
         except PagegenError as error:
             problems.append(f"{name}: does not render again ({error})")
             continue
-        if (folder / entry["source"]).exists() and (folder / entry["source"]).read_bytes() != text.encode():
+        if entry["source"] not in manifest["files"]:
+            problems.append(f"{name}: its source {entry['source']!r} is not among the files")
+        elif (folder / entry["source"]).is_file() and (folder / entry["source"]).read_bytes() != text.encode():
             problems.append(
                 f"{entry['source']}: pagegen {__version__} renders other text from the same spec and config "
                 f"(the package was written by {manifest['pagegen']})"

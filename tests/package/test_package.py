@@ -17,6 +17,7 @@ import torch
 from pagegen import cli
 from pagegen.check.compare import check_kernels
 from pagegen.errors import KernelError, PackageError, PagegenError
+from pagegen.explain import explain
 from pagegen.kernel import PagedKernels, allocate_cache
 from pagegen.loader import FIELDS, KERNEL_FIELDS, PackagedKernels, read_manifest
 from pagegen.package import find_package, install_package, load_package, package_name, verify_package, write_package
@@ -160,6 +161,8 @@ def test_tables_that_do_not_fit_the_kernels_are_refused(
     assert not list(tmp_path.iterdir())
 
 
+DELETED = ...  # no value of JSON
+
 # --- what is refused -------------------------------------------------------------------------------------------------
 
 
@@ -174,6 +177,7 @@ def test_a_folder_that_is_no_package_is_refused(tmp_path: Path) -> None:
     [
         ("", "damaged"),
         ('{"format": 1, "ab', "damaged"),
+        ("[" * 100_000, "damaged"),
         ("[]", "format None"),
         ('{"format": 2}', "format 2, this code reads format 1"),
         ('{"format": 1}', "'abi' is missing"),
@@ -185,7 +189,7 @@ def test_a_manifest_that_cannot_be_read_is_refused(text: str, message: str, pack
         load_package(package)
 
 
-@pytest.mark.parametrize("value", [None, 7, "x", [], {}, {"attend": None}], ids=repr)
+@pytest.mark.parametrize("value", [None, 7, "", "x", [], {}, {"attend": None}, [{}], {"contest": [{"point": "a"}]}, DELETED], ids=repr)
 def test_nothing_that_a_manifest_may_hold_ends_in_a_traceback(value: Any, package: Path) -> None:
     manifest = (package / "manifest.json").read_text()
     words = ["kernels attend_1", "dispatch attend", "dispatch attend fallback", "fingerprint hardware", "spec layout"]
@@ -196,12 +200,16 @@ def test_nothing_that_a_manifest_may_hold_ends_in_a_traceback(value: Any, packag
             for name in outer:
                 manifest = manifest[name]
             manifest[last] = value
+            if value is DELETED:
+                del manifest[last]
 
         edit_manifest(package, replace)
         with contextlib.suppress(PagegenError):
             load_package(package)
         with contextlib.suppress(PagegenError):
             verify_package(package)
+        with contextlib.suppress(PagegenError):
+            explain(read_manifest(package))
         (package / "manifest.json").write_text(manifest)
 
 

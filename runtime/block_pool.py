@@ -188,7 +188,11 @@ class BlockTables:
             tokens = holding.filled(self.block_size)
             if len(holding.table) != len(tokens) or len(set(holding.table)) != len(tokens):
                 raise AuditError(f"sequence {seq_id}: blocks {list(holding.table)} for {holding.length} tokens")
-            filled.update(zip(holding.table, tokens, strict=True))
+            for block, number in zip(holding.table, tokens, strict=True):
+                if filled.setdefault(block, number) != number:
+                    raise AuditError(
+                        f"block {block} holds {filled[block]} tokens for one sequence, {number} for another"
+                    )
         if sum(filled.values()) != self.num_filled:
             raise AuditError(f"{self.num_filled} slots counted as filled, tables fill {sum(filled.values())}")
         self.pool.audit_full(holding.table for holding in self.holdings.values())

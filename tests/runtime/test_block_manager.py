@@ -269,6 +269,17 @@ def test_the_full_audit_names_what_the_quick_one_cannot_see() -> None:
         debugging.audit()
 
 
+def test_growth_in_place_is_only_into_the_next_slot_of_a_block_of_ones_own() -> None:
+    blocks = BlockManager(9, 4)
+    for seq_id, num_tokens in enumerate((5, 8, 6, 3)):
+        blocks.allocate(seq_id, *demand(num_tokens))
+    blocks.fork(2, 9)
+    others = blocks.grow_in_place([0, 1, 2, 3], [6, 9, 7, 3])
+    assert others == [1, 2], "one needs a block, one a copy; the fourth has what it wants"
+    assert [blocks.num_tokens(seq_id) for seq_id in (0, 1, 2, 3, 9)] == [6, 8, 6, 3, 6]
+    blocks.audit(full=True)
+
+
 # --- swapping ------------------------------------------------------------------------------------------------------
 
 

@@ -84,7 +84,7 @@ class PolicyMachine(RuleBasedStateMachine):
         memory, seq_id = self.memory, self.pick(self.memory.resident, data)
         before = memory.policy.num_free_blocks
         if not memory.policy.grow_in_place([seq_id], [len(memory.tokens[seq_id]) + extra]):
-            memory.tokens[seq_id] += [0] * extra
+            memory.tokens[seq_id] += [seq_id] * extra
         assert memory.policy.num_free_blocks == before
 
     @precondition(lambda self: self.memory.resident)

@@ -265,13 +265,16 @@ class Scheduler:
             num_sequences=request.num_sequences,
         )
         if memory.can_allocate(demand) is Allocation.NEVER:
-            prompt_len = len(request.prompt_token_ids)
+            prompt_len, needed = len(request.prompt_token_ids), memory.blocks_needed(demand)
             several = f" for each of {request.num_sequences} sequences" if request.num_sequences > 1 else ""
+            but = (
+                "" if needed > memory.num_blocks else ", which pinned prefixes or the rounding of runs leave too few of"
+            )
             raise RequestError(
                 f"request {request.request_id!r}: {prompt_len} prompt tokens and up to "
-                f"{request.max_num_tokens - prompt_len} new ones{several} need {memory.blocks_needed(demand)} KV "
-                f"blocks, the pool has {memory.num_blocks} of {memory.block_size} tokens; shorten the prompt, lower "
-                "max_tokens, or give the engine more KV memory"
+                f"{request.max_num_tokens - prompt_len} new ones{several} need {needed} KV blocks, the pool has "
+                f"{memory.num_blocks} of {memory.block_size} tokens{but}; shorten the prompt, lower max_tokens, or give "
+                "the engine more KV memory"
             )
 
     def _end_by(self, token_id: int, sequence: Sequence, group: SequenceGroup) -> None:

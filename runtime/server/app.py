@@ -112,7 +112,9 @@ class Service:
             raise ApiError(400, message, param="max_tokens", code="context_length_exceeded")
         request_id: str = request.state.request_id
         try:
-            stream = await self.worker.submit(prompts, params)
+            stream = await self.worker.submit(
+                prompts, params, priority=body.priority or 0, cache_salt=body.cache_salt or ""
+            )
         except WorkerError as error:
             raise api_error(error, request_id) from None
         if body.stream:

@@ -21,6 +21,7 @@ MAX_BODY_BYTES = 8 << 20
 MAX_DISCARD_BYTES = 128 << 20  # read and thrown away, so that the client sees the 413 and not a reset
 MAX_PROMPTS = 64  # of one completion request
 MAX_MESSAGES = 1024
+MAX_PRIORITY = 1000
 
 R = TypeVar("R", bound="ApiRequest")
 
@@ -60,6 +61,9 @@ class ApiRequest(_Model):
     stop_token_ids: Any = None
     ignore_eos: Any = None
     n: Any = None
+    # scheduling, named as in vLLM
+    priority: Annotated[int | None, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = None
+    cache_salt: Annotated[str | None, Field(max_length=1024)] = None
     # known, off
     presence_penalty: Annotated[float | None, _only(0)] = None
     frequency_penalty: Annotated[float | None, _only(0)] = None

@@ -36,7 +36,15 @@ class EngineLike(Protocol):
 
     @property
     def has_work(self) -> bool: ...
-    def add_request(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams) -> None: ...
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> None: ...
     def abort(self, request_id: str) -> bool: ...
     def step(self) -> list[RequestOutput]: ...
     def stats(self) -> EngineStats: ...
@@ -134,6 +142,8 @@ class _Add:
     request_id: str
     prompt_token_ids: list[int]
     params: SamplingParams
+    priority: int
+    cache_salt: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -185,7 +195,9 @@ class EngineWorker:
             return "stalled"
         return "draining" if self._stopping else "ok"
 
-    async def submit(self, prompts: Sequence[list[int]], params: SamplingParams) -> Stream:
+    async def submit(
+        self, prompts: Sequence[list[int]], params: SamplingParams, *, priority: int = 0, cache_salt: str = ""
+    ) -> Stream:
         """Hands prompts to the engine, all or none, and returns their stream once it has taken them.
 
         Raises RequestError for a prompt it refuses, QueueFullError, StoppedError or EngineFailedError.
@@ -202,7 +214,7 @@ class EngineWorker:
         stream = Stream([uuid.uuid4().hex for _ in prompts], params.n)
         for request_id, prompt in zip(stream.request_ids, prompts, strict=True):
             self._streams[request_id] = stream
-            self._inbox.put(_Add(request_id, prompt, params))
+            self._inbox.put(_Add(request_id, prompt, params, priority, cache_salt))
         try:
             await stream.accepted()
         except BaseException:
@@ -284,7 +296,13 @@ class EngineWorker:
 
     def _add(self, command: _Add) -> None:
         try:
-            self._engine.add_request(command.request_id, command.prompt_token_ids, command.params)
+            self._engine.add_request(
+                command.request_id,
+                command.prompt_token_ids,
+                command.params,
+                priority=command.priority,
+                cache_salt=command.cache_salt,
+            )
         except PagegenError as error:
             self._post(self._refuse, command.request_id, error)
         except Exception:  # a defect met by one request must not end the others

@@ -3,107 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 import pytest
-import torch
 
 from pagegen.errors import ConfigError, KernelError, RequestError
-from pagegen.kernel import PagedKernels
 from pagegen.reference import ReferenceKernels
-from pagegen.runtime.batch import Batch
 from pagegen.runtime.engine import Engine, EngineConfig, RequestOutput
-from pagegen.runtime.kv_cache import KVCache
 from pagegen.runtime.models import CausalLM, build_model
-from pagegen.runtime.models.config import ModelConfig
+from pagegen.runtime.policies import MEMORY_POLICIES
 from pagegen.runtime.sampling_params import SamplingParams
 from pagegen.runtime.sequence import FinishReason
-from pagegen.runtime.tokenizer import Tokenizer
-from pagegen.runtime.weights.resolve import resolve_model
 from pagegen.spec import DType
-
-TINY = resolve_model("dummy:tiny")
-EOS = TINY.config.eos_token_ids[0]
-GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
-
-
-class ScriptedModel:
-    """Its next token is `script(position, token)`; the cache is not touched."""
-
-    def __init__(self, script: Callable[[int, int], int | float]) -> None:
-        self.config: ModelConfig = dataclasses.replace(TINY.config, max_position_embeddings=64)
-        self.dtype = DType.FP32
-        self.script = script
-
-    def forward(self, batch: Batch, kv_cache: KVCache, kernels: PagedKernels) -> torch.Tensor:
-        logits = torch.zeros(len(batch.logits_rows), self.config.vocab_size)
-        for row, token in enumerate(batch.logits_rows.tolist()):
-            chosen = self.script(int(batch.positions[token]), int(batch.input_ids[token]))
-            if isinstance(chosen, float):
-                logits[row] = chosen
-            else:
-                logits[row, chosen] = 9.0
-        return logits
-
-
-def counting(position: int, token: int) -> int:
-    """a -> b -> c: the next byte."""
-    return (token + 1) % 256
-
-
-def make_engine(
-    model: CausalLM | None = None,
-    *,
-    block_size: int = 4,
-    num_blocks: int = 32,
-    max_num_seqs: int = 8,
-    budget: int = 32,
-    max_model_len: int | None = None,
-    tokenizer: Tokenizer | None = None,
-) -> Engine:
-    model = model or ScriptedModel(counting)
-    config = EngineConfig(
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=budget,
-        max_model_len=max_model_len,
-        num_blocks=num_blocks,
-        dtype=DType.FP32,
-    )
-    kernels = ReferenceKernels(model.config.kernel_spec(DType.FP32, block_size))
-    return Engine(model, kernels, tokenizer or TINY.tokenizer(), config)
-
-
-def finish(engine: Engine, max_steps: int = 500) -> dict[str, RequestOutput]:
-    """Runs to the end; checks each request's stream against its last output, and that the pool is whole again."""
-    done: dict[str, RequestOutput] = {}
-    streamed: dict[str, tuple[list[int], str]] = {}
-    for _ in range(max_steps):
-        if not engine.has_work:
-            break
-        for output in engine.step():
-            tokens, text = streamed.get(output.request_id, ([], ""))
-            streamed[output.request_id] = (tokens + list(output.new_token_ids), text + output.text_delta)
-            assert output.request_id not in done
-            if output.finish_reason:
-                done[output.request_id] = output
-        engine.memory.audit(full=True)
-    stats = engine.stats()
-    assert (
-        not engine.has_work
-        and stats.num_running == stats.num_waiting == stats.num_used_blocks == stats.kv_bytes_in_use == 0
-    )
-    for request_id, output in done.items():
-        tokens, text = streamed[request_id]
-        if tokens == list(output.token_ids):  # outputs before this call are not seen here
-            assert text == output.text
-    return done
-
-
-def run_one(engine: Engine, prompt: str | list[int], params: SamplingParams) -> RequestOutput:
-    token_ids = prompt if isinstance(prompt, list) else TINY.tokenizer().encode(prompt)
-    engine.add_request("one", token_ids, params)
-    return finish(engine)["one"]
-
+from tests.runtime.engine_rig import (
+    EOS,
+    GREEDY,
+    TINY,
+    ScriptedModel,
+    counting,
+    finish,
+    finish_all,
+    make_engine,
+    run_one,
+)
 
 # --- how a request ends ----------------------------------------------------------------------------------------------
 
@@ -359,3 +280,208 @@ def test_stats_count_what_happened(tiny: CausalLM) -> None:
     stats = engine.stats()
     assert (stats.num_steps, stats.num_computed_tokens, stats.num_generated_tokens) == (4, 8, 4)
     assert stats.kv_bytes_peak == 2 * engine.kv_cache.block_bytes and stats.num_preemptions == 0
+
+
+# --- policies, on the real network ----------------------------------------------------------------------------------
+
+
+SAMPLED = dataclasses.replace(GREEDY, max_tokens=7, temperature=1.2, seed=5, logprobs=0)
+
+
+def add_mixed(engine: Engine) -> None:
+    """Greedy, sampled, several samples of one prompt, and prompts that begin alike."""
+    for i, text in enumerate(PROMPTS):
+        params = dataclasses.replace(GREEDY, max_tokens=9, logprobs=2)
+        engine.add_request(str(i), TINY.tokenizer().encode(text), params)
+    engine.add_request("three", TINY.tokenizer().encode("abcabcabcx"), dataclasses.replace(SAMPLED, n=3))
+    engine.add_request("two", TINY.tokenizer().encode("The quick brown bird"), dataclasses.replace(SAMPLED, n=2))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tiny: CausalLM) -> dict[tuple[str, int], RequestOutput]:
+    engine = make_engine(tiny, num_blocks=400, budget=400, max_num_seqs=16, prefix_cache=False)
+    add_mixed(engine)
+    done = finish_all(engine)
+    assert engine.stats().num_preemptions == 0 and len(done) == len(PROMPTS) + 5
+    return done
+
+
+@pytest.mark.parametrize(
+    ("policy", "memory_policy", "preemption", "num_blocks"),
+    [
+        *[(policy, "paged", way, 14) for policy in ("default", "vllm-paper") for way in ("recompute", "swap", "auto")],
+        ("orca", "paged", "recompute", 16),
+        ("request", "paged", "recompute", 16),
+        *[("default", memory, "recompute", 48) for memory in MEMORY_POLICIES if memory != "paged"],
+        *[("orca", memory, "recompute", 48) for memory in MEMORY_POLICIES if memory != "paged"],
+        ("request", "orca-max", "recompute", 48),
+    ],
+)
+def test_no_policy_changes_a_token(
+    tiny: CausalLM,
+    undisturbed: dict[tuple[str, int], RequestOutput],
+    policy: str,
+    memory_policy: str,
+    preemption: str,
+    num_blocks: int,
+) -> None:
+    engine = make_engine(
+        tiny,
+        num_blocks=num_blocks,
+        budget=20 if policy == "default" else None,
+        max_model_len=48,
+        policy=policy,
+        memory_policy=memory_policy,
+        preemption=preemption,
+    )
+    add_mixed(engine)
+    done = finish_all(engine)
+    assert {key: output.token_ids for key, output in done.items()} == {
+        key: output.token_ids for key, output in undisturbed.items()
+    }
+    for key, output in done.items():
+        mine, theirs = output.logprobs or [], undisturbed[key].logprobs or []
+        assert [entry.logprob for entry in mine] == pytest.approx([entry.logprob for entry in theirs], abs=1e-4)
+    stats = engine.stats()
+    assert bool(stats.num_preemptions) == (num_blocks == 14)
+    assert (stats.num_swaps > 0) == (preemption == "swap") or preemption == "auto"
+    assert (stats.preemption_costs is not None) == (preemption == "auto")
+
+
+# --- several outputs of one prompt -----------------------------------------------------------------------------------
+
+
+def test_n_samples_differ_and_the_first_is_that_of_a_request_for_one(tiny: CausalLM) -> None:
+    prompt = TINY.tokenizer().encode("hello")
+    alone = run_one(make_engine(tiny), "hello", SAMPLED)
+    engine = make_engine(tiny)
+    engine.add_request("r", prompt, dataclasses.replace(SAMPLED, n=3))
+    done = finish_all(engine)
+    assert [done["r", index].index for index in range(3)] == [0, 1, 2]
+    assert done["r", 0].token_ids == alone.token_ids
+    assert len({done["r", index].token_ids for index in range(3)}) == 3
+    usage = next(output.usage for output in done.values() if output.usage)
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.saved_blocks) == (5, 3 * 7, 2 * (5 // 4))
+    assert engine.stats().num_saved_blocks == 2
+
+
+def test_samples_without_a_seed_differ_from_each_other_and_from_run_to_run(tiny: CausalLM) -> None:
+    params = dataclasses.replace(SAMPLED, seed=None, n=2, max_tokens=20)
+    tokens = set()
+    for _ in range(2):
+        engine = make_engine(tiny)
+        engine.add_request("r", [97], params)
+        tokens |= {output.token_ids for output in finish_all(engine).values()}
+    assert len(tokens) == 4
+
+
+def test_best_of_gives_the_likeliest_first_and_only_at_the_end(tiny: CausalLM) -> None:
+    prompt = TINY.tokenizer().encode("hello")
+    engine = make_engine(tiny)
+    engine.add_request("all", prompt, dataclasses.replace(SAMPLED, n=5))
+    samples = list(finish_all(engine).values())
+
+    def mean(output: RequestOutput) -> float:
+        assert output.logprobs is not None
+        return sum(entry.logprob for entry in output.logprobs) / len(output.logprobs)
+
+    best = sorted(samples, key=mean, reverse=True)[:2]
+    engine.add_request("best", prompt, dataclasses.replace(SAMPLED, n=2, best_of=5, logprobs=None))
+    outputs = []
+    while engine.has_work:
+        outputs += engine.step()
+    assert [output.index for output in outputs] == [0, 1]
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in best]
+    assert outputs[0].logprobs is None and outputs[1].usage and outputs[1].usage.completion_tokens == 5 * 7
+
+
+def test_each_sample_ends_by_itself_and_a_stop_text_ends_only_its_own(tiny: CausalLM) -> None:
+    """The first tokens of samples differ; from them on the script counts."""
+    params = SamplingParams(max_tokens=9, temperature=9.0, seed=1, n=4)
+    free = make_engine()
+    free.add_request("r", [97], params)
+    texts = {index: output.text for (_, index), output in finish_all(free).items()}
+    stop = texts[1][2:4]
+    engine = make_engine()
+    engine.add_request("r", [97], dataclasses.replace(params, stop=(stop,)))
+    for (_, index), output in finish_all(engine).items():
+        assert output.text == texts[index].split(stop)[0]
+        assert output.finish_reason is (FinishReason.STOP if stop in texts[index] else FinishReason.LENGTH)
+
+
+def test_a_failure_before_the_samples_part_is_told_for_each_of_them() -> None:
+    engine = make_engine(ScriptedModel(lambda position, token: float("nan")))
+    engine.add_request("r", [97], SamplingParams(n=3))
+    engine.add_request("best", [97], SamplingParams(n=2, best_of=3))
+    done = finish_all(engine)
+    assert {key for key in done} == {("r", 0), ("r", 1), ("r", 2), ("best", 0), ("best", 1)}
+    assert all(output.finish_reason is FinishReason.ERROR and "NaN" in (output.error or "") for output in done.values())
+
+
+# --- the prefix cache ------------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_that_was_computed_before_is_found_and_says_so(tiny: CausalLM) -> None:
+    engine = make_engine(tiny)
+    cold = run_one(engine, "abcdefghijk", GREEDY)
+    warm = run_one(engine, "abcdefghijk", GREEDY)
+    longer = run_one(engine, "abcdefghijkl", GREEDY)
+    assert cold.usage and warm.usage and longer.usage
+    assert [output.usage.cached_tokens for output in (cold, warm, longer) if output.usage] == [0, 8, 8]
+    assert warm.token_ids == cold.token_ids and engine.stats().num_cached_tokens == 16
+    assert run_one(make_engine(tiny), "abcdefghijkl", GREEDY).token_ids == longer.token_ids
+
+
+def test_salts_and_the_switch_keep_requests_apart(tiny: CausalLM) -> None:
+    engine = make_engine(tiny)
+    cached = []
+    for i, salt in enumerate(["", "a", "a", "b"]):
+        engine.add_request(str(i), list(range(97, 109)), GREEDY, cache_salt=salt)
+        (usage,) = [output.usage for output in finish_all(engine).values()]
+        assert usage
+        cached.append(usage.cached_tokens)
+    assert cached == [0, 0, 8, 0]
+    off = make_engine(tiny, prefix_cache=False)
+    assert [run_one(off, "abcdefghijk", GREEDY).usage for _ in range(2)][1] == run_one(off, "abcdefghijk", GREEDY).usage
+    assert off.stats().num_cached_tokens == 0
+
+
+def test_prompt_logprobs_are_complete_whatever_is_cached(tiny: CausalLM) -> None:
+    engine, params = make_engine(tiny), dataclasses.replace(GREEDY, prompt_logprobs=0)
+    run_one(engine, "abcdefghijk", GREEDY)
+    first, second = (run_one(engine, "abcdefghijk", params).prompt_logprobs for _ in range(2))
+    assert first and second and len(first) == len(second) == 10
+
+
+# --- moves that fail -------------------------------------------------------------------------------------------------
+
+
+def test_blocks_that_were_on_the_move_when_an_iteration_failed_belong_to_nobody_afterwards() -> None:
+    failing = False
+
+    def script(position: int, token: int) -> int:
+        if failing:
+            raise KernelError("made to fail")
+        return counting(position, token)
+
+    engine = make_engine(ScriptedModel(script), num_blocks=6, preemption="swap")
+    for name in ("a", "b", "c"):
+        engine.add_request(name, [97] * 6, SamplingParams(max_tokens=12, temperature=0.0))
+    failed: dict[str, str | None] = {}
+    while not failed:
+        before = engine.stats().num_swaps
+        failing = lacks_blocks(engine)
+        failed = {output.request_id: output.error for output in engine.step() if output.error}
+    assert engine.stats().num_swaps > before, "the iteration that failed was one that swapped"
+    assert set(failed) == {"a", "b"} and not engine.stats().num_swapped
+    failing = False
+    engine.add_request("after", [97], SamplingParams(max_tokens=2, temperature=0.0))
+    done = finish(engine)
+    assert done["after"].text == "bc" and done["c"].text == "bcdefghijklm"
+
+
+def lacks_blocks(engine: Engine) -> bool:
+    """Whether the next iteration's growth finds no block."""
+    decoding = [sequence for group in engine.scheduler.running if group.decoding for sequence in group.active]
+    missing = [s.num_tokens - engine.memory.num_tokens(s.seq_id) for s in decoding]
+    return not all(engine.memory.can_append(s.seq_id, n) for s, n in zip(decoding, missing, strict=True))

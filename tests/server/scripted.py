@@ -91,6 +91,7 @@ class ScriptedEngine:
         self.script, self.step_seconds, self.on_step = script, step_seconds, on_step
         self.requests: dict[str, _Request] = {}
         self.aborted: list[str] = []
+        self.scheduling: list[tuple[int, str]] = []  # priority and salt of each
         self.seen: list[tuple[list[int], SamplingParams]] = []
         self.num_steps = 0
         self.thread: int | None = None
@@ -99,8 +100,17 @@ class ScriptedEngine:
     def has_work(self) -> bool:
         return bool(self.requests)
 
-    def add_request(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams) -> None:
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> None:
         self._check_thread()
+        self.scheduling.append((priority, cache_salt))
         if not prompt_token_ids:
             raise RequestError("the prompt has no tokens", "prompt")
         if prompt_token_ids[0] == ord("!"):

@@ -41,6 +41,8 @@ BAD_VALUES: list[tuple[str, Any]] = [
     *[("stop_token_ids", value) for value in (5, [-1], ["a"])],
     *[("ignore_eos", value) for value in (1, "yes")],
     *[("presence_penalty", value) for value in (0.5, "0")],
+    *[("priority", value) for value in (1.5, "1", 10**6, True)],
+    *[("cache_salt", value) for value in (5, "x" * 2000)],
     ("frequency_penalty", 1),
     ("logit_bias", {"5": 1}),
     ("stream", "yes"),
@@ -86,6 +88,12 @@ BAD_COMPLETIONS: list[tuple[str, Any]] = [
     ("max_completion_tokens", 5),
     ("prompt_logprobs", -1),
 ]
+
+
+def test_priority_and_salt_reach_the_engine(server: Live) -> None:
+    server.complete("a", priority=3, cache_salt="mine")
+    server.complete("a")
+    assert server.engine.scheduling[-2:] == [(3, "mine"), (0, "")]
 
 
 def test_the_best_of_several_cannot_be_streamed_nor_be_fewer_than_are_given(server: Live) -> None:

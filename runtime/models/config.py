@@ -219,13 +219,10 @@ def _refuse_features(values: Mapping[str, Any]) -> None:
     if quantization:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         raise ModelError(f"quantised weights ({method!r}) are not supported; use the original weights or a .gguf file")
-    window = values.get("sliding_window")
-    if (
-        window is not None
-        and values.get("use_sliding_window", True)
-        and window < values.get("max_position_embeddings", 0)
-    ):
-        raise ModelError(f"sliding_window={window} is not supported; use a model with full attention")
+    window, limit = values.get("sliding_window"), values.get("max_position_embeddings", 0)
+    narrow = not isinstance(window, int) or not isinstance(limit, int) or window < limit
+    if window is not None and values.get("use_sliding_window", True) and narrow:
+        raise ModelError(f"sliding_window={window!r} is not supported; use a model with full attention")
     rotary = values.get("partial_rotary_factor", 1.0)
     if rotary not in (None, 1.0):
         raise ModelError(f"partial_rotary_factor={rotary} is not supported; allowed: 1.0 (the whole head)")

@@ -110,7 +110,8 @@ class HFModel:
             return _read_text(path)
         template = self._tokenizer_config.get("chat_template")
         if isinstance(template, list):
-            template = next((row.get("template") for row in template if row.get("name") == "default"), None)
+            named = [row for row in template if isinstance(row, dict)]
+            template = next((row.get("template") for row in named if row.get("name") == "default"), None)
         return template if isinstance(template, str) else None
 
     def _locate(self) -> dict[str, Path]:
@@ -194,7 +195,7 @@ def read_header(path: Path) -> dict[str, tuple[int, ...]]:
         header.pop("__metadata__", None)
         rows = {name: (row["dtype"], tuple(row["shape"]), *row["data_offsets"]) for name, row in header.items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise ModelError(f"{path} has a damaged header: {error!r}; {REMEDY}") from error
+        raise ModelError(f"{path} has a damaged header: {type(error).__name__}: {error}"[:500] + f"; {REMEDY}") from error
     for name, row in rows.items():
         dtype, shape = row[0], row[1]
         if not isinstance(dtype, str) or dtype not in ITEM_SIZES:

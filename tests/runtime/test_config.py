@@ -95,6 +95,8 @@ def test_published_parameter_count_of_smollm2() -> None:
         ({"rope_theta": -1.0}, "rope_theta"),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"sliding_window": 64}, "sliding_window"),
+        ({"sliding_window": "wide"}, "sliding_window='wide'"),
+        ({"sliding_window": 64, "max_position_embeddings": "long"}, "sliding_window"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"quantization_config": {"quant_method": "awq"}}, "awq"),
         ({"hidden_size": None}, "hidden_size"),

@@ -130,6 +130,7 @@ def test_an_index_cannot_point_outside_the_folder(tmp_path: Path, name: Any) -> 
                 b'{"a": {"dtype": "I8", "shape": [16], "data_offsets": [0, 16]}}',
                 b'{"a": {"dtype": [], "shape": [4], "data_offsets": [0, 16]}}',
                 b'{"a": 5}',
+                b'{"a": "' + b"x" * 5000 + b'\xff"}',
             )
         ),
     ],
@@ -137,8 +138,9 @@ def test_an_index_cannot_point_outside_the_folder(tmp_path: Path, name: Any) -> 
 def test_damaged_headers_are_refused(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(data)
-    with pytest.raises(ModelError, match=r"model\.safetensors"):
+    with pytest.raises(ModelError, match=r"model\.safetensors") as caught:
         read_header(path)
+    assert len(str(caught.value)) < 1000
 
 
 def test_a_tensor_in_two_files_is_ambiguous(tmp_path: Path) -> None:
@@ -207,7 +209,7 @@ def test_a_malformed_generation_config_is_an_error_that_names_it(tmp_path: Path,
 
 def test_the_template_file_wins_and_named_templates_have_a_default(tmp_path: Path) -> None:
     write_hf(tmp_path)
-    named = [{"name": "tools", "template": "T"}, {"name": "default", "template": "D{{ eos_token }}"}]
+    named = ["junk", {"name": "tools", "template": "T"}, {"name": "default", "template": "D{{ eos_token }}"}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>", "chat_template": named}))
     messages = [{"role": "user", "content": "x"}]
     assert HFModel(tmp_path).tokenizer().render_chat(messages) == "D<|im_end|>"

@@ -233,6 +233,18 @@ def test_forking_at_a_block_boundary_copies_nothing() -> None:
     assert table(blocks, 0)[:2] == table(blocks, 1)[:2] and table(blocks, 0)[2] != table(blocks, 1)[2]
 
 
+@pytest.mark.parametrize("num_new", [1, 2, 3, 6, 7, 9])
+def test_many_tokens_at_once_fill_a_partial_block_of_ones_own_and_copy_a_shared_one(num_new: int) -> None:
+    for shared in (False, True):
+        blocks = BlockManager(9, 4)
+        blocks.allocate(0, *demand(6))
+        if shared:
+            blocks.fork(0, 1)
+        assert len(blocks.append(0, num_new)) == shared
+        assert len(table(blocks, 0)) == -(-(6 + num_new) // 4)
+        blocks.audit(full=True)
+
+
 def test_copy_on_write_needs_a_block_of_its_own() -> None:
     blocks = BlockManager(1, 4)
     blocks.allocate(0, *demand(2))

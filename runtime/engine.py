@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
@@ -13,6 +12,7 @@ from pagegen.errors import ConfigError, KernelError, PagegenError, RequestError
 from pagegen.kernel import PagedKernels
 from pagegen.runtime.batch import Batch, prompt_logprob_positions
 from pagegen.runtime.calibrate import measure_costs
+from pagegen.runtime.engine_config import EngineConfig
 from pagegen.runtime.kv_cache import KVCache, block_bytes
 from pagegen.runtime.models import CausalLM
 from pagegen.runtime.outputs import EngineStats, MemoryPeak, RequestOutput
@@ -21,14 +21,10 @@ from pagegen.runtime.requests import EngineRequest
 from pagegen.runtime.sampler import SampledToken, sample, token_logprobs
 from pagegen.runtime.sampling_params import SamplingParams
 from pagegen.runtime.scheduler import (
-    DEFAULT_MAX_NUM_BATCHED_TOKENS,
-    DEFAULT_MAX_NUM_SEQS,
-    Preemption,
     PreemptionCosts,
     ScheduledBatch,
     ScheduledSequence,
     Scheduler,
-    SchedulerConfig,
     Transfer,
     TransferKind,
 )
@@ -37,69 +33,10 @@ from pagegen.runtime.scheduling.events import Sampled, SchedulerEvent
 from pagegen.runtime.sequence import FinishReason, GroupStatus, Request
 from pagegen.runtime.sequence import Sequence as RunningSequence
 from pagegen.runtime.tokenizer import Tokenizer
-from pagegen.spec import DType
 
-__all__ = ["DEFAULT_KV_CACHE_BYTES", "Engine", "EngineConfig", "EngineStats", "RequestOutput"]
-
-DEFAULT_KV_CACHE_BYTES = 2**30
+__all__ = ["Engine", "EngineConfig", "EngineStats", "RequestOutput"]
 
 logger = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class EngineConfig:
-    """Limits and policies of one engine; raises ConfigError for values that serve nobody.
-
-    `max_model_len` bounds the positions that are computed, None being the model's own limit; the last sampled token is
-    not computed, so a prompt of exactly that length gets one token. The KV pool has `num_blocks` blocks, or as many as
-    fit into `kv_cache_bytes` (1 GiB if neither is given), but no more than `max_num_seqs` full-length sequences fill.
-    `dtype` is that of weights, activations and cache. `max_num_batched_tokens` None is 512, or what one longest prompt
-    beside the others' newest tokens takes where `policy` computes prompts whole.
-
-    `policy` is a row of `scheduling.POLICIES`, `memory_policy` one of `policies.MEMORY_POLICIES`. `swap_bytes` is the
-    swap space on the host; None is none, or as large as the pool where `preemption` may use it. `prefix_cache` keeps
-    the KV of prompts for those that begin alike, where policy and memory policy allow.
-    """
-
-    max_num_seqs: int = DEFAULT_MAX_NUM_SEQS
-    max_num_batched_tokens: int | None = None
-    max_model_len: int | None = None
-    num_blocks: int | None = None
-    kv_cache_bytes: int | None = None
-    dtype: DType = DType.BF16
-    policy: str = "default"
-    memory_policy: str = "paged"
-    preemption: Preemption = Preemption.RECOMPUTE
-    swap_bytes: int | None = None
-    prefix_cache: bool = True
-
-    def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "num_blocks", "kv_cache_bytes"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ConfigError(f"{name}={value!r} is not a positive whole number; change {name}")
-        if self.num_blocks is not None and self.kv_cache_bytes is not None:
-            raise ConfigError("num_blocks and kv_cache_bytes both size the KV pool; give one of them")
-        if self.swap_bytes is not None and self.swap_bytes < 0:
-            raise ConfigError(f"swap_bytes={self.swap_bytes} is negative; 0 is no swap space")
-        if self.preemption not in tuple(Preemption):
-            raise ConfigError(f"preemption={self.preemption!r} is not known; allowed: {', '.join(Preemption)}")
-        find_policy(self.policy)
-
-    def scheduler(self, max_model_len: int) -> SchedulerConfig:
-        """The scheduler's part of it, for an engine that computes up to `max_model_len` positions."""
-        budget = self.max_num_batched_tokens
-        if budget is None:
-            whole = max_model_len + self.max_num_seqs
-            budget = DEFAULT_MAX_NUM_BATCHED_TOKENS if find_policy(self.policy).chunked else whole
-        return SchedulerConfig(self.max_num_seqs, budget, self.policy, self.preemption)
-
-    def num_host_blocks(self, num_blocks: int, size: int) -> int:
-        """Blocks of the swap space beside a pool of `num_blocks` blocks of `size` bytes: never more than the pool's."""
-        if self.swap_bytes is not None:
-            return min(self.swap_bytes // size, num_blocks)
-        swaps = self.preemption in (Preemption.SWAP, Preemption.AUTO) and self.memory_policy == "paged"
-        return num_blocks if swaps and find_policy(self.policy).preempts else 0
 
 
 class Engine:
@@ -128,7 +65,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.max_model_len = config.max_model_len or model_limit
         num_layers, spec = model.config.num_layers, kernels.spec
-        num_blocks = _num_blocks(config, kernels, num_layers, self.max_model_len)
+        num_blocks = config.pool_blocks(spec, num_layers, self.max_model_len)
         num_host_blocks = config.num_host_blocks(num_blocks, block_bytes(spec, num_layers))
         self.kv_cache = KVCache(spec, num_layers, num_blocks)
         self.memory = make_memory_policy(
@@ -375,20 +312,6 @@ def _check_fit(model: CausalLM, kernels: PagedKernels, config: EngineConfig) -> 
         raise KernelError(
             f"the kernels compute {kernels.spec.slug}, the model needs {needed.slug}; run `pagegen tune {needed.slug}`"
         )
-
-
-def _num_blocks(config: EngineConfig, kernels: PagedKernels, num_layers: int, max_model_len: int) -> int:
-    """Raises ConfigError if not a single block fits."""
-    if config.num_blocks is not None:
-        return config.num_blocks
-    size = block_bytes(kernels.spec, num_layers)
-    budget = config.kv_cache_bytes or DEFAULT_KV_CACHE_BYTES
-    if budget < size:
-        raise ConfigError(
-            f"kv_cache_bytes={budget} holds no KV block of {size} bytes; raise kv_cache_bytes or lower the block size"
-        )
-    useful = config.max_num_seqs * -(-max_model_len // kernels.spec.block_size)
-    return min(budget // size, useful)
 
 
 def _token_ids(samples: tuple[SampledToken, ...]) -> Sampled:

@@ -176,14 +176,14 @@ class RequestPool:
 
     def preempt(self, victim: SequenceGroup, iteration: Iteration) -> None:
         """Takes all blocks of a running group, to the host if that is the way and has room, and lets it wait."""
-        memory, active_ids = self.memory, victim.active_ids
+        memory, active_ids, way = self.memory, victim.active_ids, self._way_back(victim)
         if self.running[-1] is victim:
             self.running.pop()
         else:
             self.running.remove(victim)
         iteration.drop(victim)
         iteration.seats += victim.width
-        if self._way_back(victim) is Preemption.SWAP and memory.can_swap_out(active_ids):
+        if way is Preemption.SWAP and memory.can_swap_out(active_ids):
             iteration.move(TransferKind.SWAP_OUT, memory.swap_out(active_ids))
             victim.status = GroupStatus.SWAPPED
             self.num_swaps += 1

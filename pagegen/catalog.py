@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from .errors import SpecError
 from .space import Config, ConfigSpace, Constraint, Knob, Value, power_of_two
@@ -40,20 +40,36 @@ class Variant:
         return f"{self.template.op.value} {self.target.name} {self.spec.slug}"
 
 
-def _on_cpu(spec: KernelSpec, target: Target) -> str | None:
-    if target.kind != "cpu":
-        return "C++ kernels run on CPUs"
+def _options(spec: KernelSpec) -> Iterator[str]:
+    """The options that a spec uses beyond plain attention, by field, and by value where a template may know some of them."""
     if spec.cache_dtype is not spec.dtype:
-        return f"the KV cache's dtype ({spec.cache_dtype}) must equal q's ({spec.dtype}); change kv_dtype"
-    return None
+        yield f"kv_dtype={spec.cache_dtype}" if spec.cache_dtype.quantised else "kv_dtype"
+    yield from (name for name in ("kv_zero", "v_in_k", "alibi", "sinks", "mask", "deterministic", "qk_norm") if getattr(spec, name))
+    named = ("window", "window_right", "soft_cap", "score_mod", "rope")
+    yield from (name for name in named if getattr(spec, name) is not None)
 
 
-def _on_gpu(spec: KernelSpec, target: Target) -> str | None:
-    if target.kind == "cpu":
-        return "Triton kernels run on GPUs"
-    if spec.cache_dtype is not spec.dtype:
-        return f"the KV cache's dtype ({spec.cache_dtype}) must equal q's ({spec.dtype}); change kv_dtype"
-    return None
+# What each template knows. An option that matters to another op only (rope to write_kv, sinks to attend) is in every set.
+_ATTEND_ONLY = frozenset(("alibi", "sinks", "mask", "deterministic", "window", "window_right", "soft_cap", "score_mod"))
+_WRITE_ONLY = frozenset(("rope", "qk_norm"))
+_CPP_ATTEND = _WRITE_ONLY
+_CPP_WRITE_KV = _ATTEND_ONLY
+_CPP_COPY_BLOCKS = _ATTEND_ONLY | _WRITE_ONLY
+_TRITON_ATTEND = _WRITE_ONLY
+_TRITON_WRITE_KV = _ATTEND_ONLY
+_TRITON_COPY_BLOCKS = _ATTEND_ONLY | _WRITE_ONLY
+
+
+def _supports(kind: str, known: frozenset[str]) -> Callable[[KernelSpec, Target], str | None]:
+    """A row's `supports`: the language runs on this kind of target and its template knows every option."""
+
+    def supports(spec: KernelSpec, target: Target) -> str | None:
+        if (target.kind == "cpu") != (kind == "cpu"):
+            return "C++ kernels run on CPUs" if kind == "cpu" else "Triton kernels run on GPUs"
+        lacking = sorted(set(_options(spec)) - known)
+        return f"this template has no {', '.join(lacking)}; leave it out" if lacking else None
+
+    return supports
 
 
 def _cpp_attend_space(spec: KernelSpec, target: Target) -> ConfigSpace:
@@ -112,12 +128,12 @@ def _triton_attend_space(spec: KernelSpec, target: Target) -> ConfigSpace:
 
 
 TEMPLATES: tuple[Template, ...] = (
-    Template(Op.ATTEND, "cpp", "cpp/attend.cpp.jinja", _cpp_attend_space, _on_cpu),
-    Template(Op.WRITE_KV, "cpp", "cpp/write_kv.cpp.jinja", _no_knobs, _on_cpu),
-    Template(Op.COPY_BLOCKS, "cpp", "cpp/copy_blocks.cpp.jinja", _no_knobs, _on_cpu),
-    Template(Op.ATTEND, "triton", "triton/attend.py.jinja", _triton_attend_space, _on_gpu),
-    Template(Op.WRITE_KV, "triton", "triton/write_kv.py.jinja", _no_knobs, _on_gpu),
-    Template(Op.COPY_BLOCKS, "triton", "triton/copy_blocks.py.jinja", _no_knobs, _on_gpu),
+    Template(Op.ATTEND, "cpp", "cpp/attend.cpp.jinja", _cpp_attend_space, _supports("cpu", _CPP_ATTEND)),
+    Template(Op.WRITE_KV, "cpp", "cpp/write_kv.cpp.jinja", _no_knobs, _supports("cpu", _CPP_WRITE_KV)),
+    Template(Op.COPY_BLOCKS, "cpp", "cpp/copy_blocks.cpp.jinja", _no_knobs, _supports("cpu", _CPP_COPY_BLOCKS)),
+    Template(Op.ATTEND, "triton", "triton/attend.py.jinja", _triton_attend_space, _supports("gpu", _TRITON_ATTEND)),
+    Template(Op.WRITE_KV, "triton", "triton/write_kv.py.jinja", _no_knobs, _supports("gpu", _TRITON_WRITE_KV)),
+    Template(Op.COPY_BLOCKS, "triton", "triton/copy_blocks.py.jinja", _no_knobs, _supports("gpu", _TRITON_COPY_BLOCKS)),
 )
 
 

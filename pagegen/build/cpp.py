@@ -1,5 +1,5 @@
 """C++ text to a loaded kernel (and C text to a program): compile once per (text, flags, compiler), publish whole, verify
-before loading.
+before loading. A CPU target that is not this machine's is compiled by a cross compiler, and runs in an emulator if at all.
 
 Check, lock, check again, build, rename: a killed build leaves nothing that a later one trusts, and the kernel releases
 its lock. Vendored into every kernel package, which rebuilds a missing binary with it.
@@ -23,7 +23,7 @@ from ..errors import BuildError
 from ..kernel import ABI_VERSION, CPP_KERNELS, CppAttend, CppCopyBlocks, CppWriteKV
 from ..paths import compiler_override, kernel_cache, lock_of, locked, remove_entry
 from ..spec import KernelSpec, Op
-from ..target import Target
+from ..target import Target, is_native
 
 # -fno-math-errno and no-trapping let loops vectorise; infinities and NaN keep their IEEE meaning (no -ffast-math).
 FLAGS = (
@@ -54,8 +54,13 @@ _LIBRARY = _Product("kernel.cpp", "kernel.so", ("-shared", *FLAGS))
 _PROGRAM = _Product("driver.c", "driver", ("-xc", "-std=gnu11", "-O1", "-g", "-Wall", "-Wextra", "-Werror"), ("-ldl",))
 
 
-def compiler() -> str:
-    """The C++ compiler's path: $PAGEGEN_CXX, else g++, else clang++. Raises BuildError if there is none."""
+def compiler(target: Target | None = None) -> str:
+    """The C++ compiler's path: $PAGEGEN_CXX, else g++, else clang++; for a foreign `target` the cross compiler.
+
+    Raises BuildError if there is none.
+    """
+    if target is not None and not is_native(target):
+        return cross_compiler(target)
     override = compiler_override()
     names = (override,) if override else ("g++", "clang++")
     for name in names:
@@ -66,6 +71,15 @@ def compiler() -> str:
         f"no C++ compiler: looked for {' and '.join(names)}; install g++ (Debian, Ubuntu: apt-get install g++) "
         "or set PAGEGEN_CXX to one"
     )
+
+
+def cross_compiler(target: Target) -> str:
+    """The path of GCC for a foreign CPU target, by the name that Debian gives it. Raises BuildError if there is none."""
+    name = f"{target.machine}-linux-gnu-g++"
+    if path := shutil.which(name):
+        return path
+    package = f"g++-{target.machine.replace('_', '-')}-linux-gnu"
+    raise BuildError(f"no cross compiler for {target.name}: looked for {name}; install it (Debian, Ubuntu: apt-get install {package})")
 
 
 @functools.cache
@@ -119,7 +133,7 @@ def _evict(cache: Path) -> None:
 
 
 def _key(product: _Product, text: str, target: Target) -> str:
-    parts = (text, *product.flags, *target.flags, compiler_version(compiler()), str(ABI_VERSION))
+    parts = (text, *product.flags, *target.flags, compiler_version(compiler(target)), str(ABI_VERSION))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
 
@@ -149,19 +163,21 @@ def _build(product: _Product, text: str, target: Target, folder: Path) -> None:
         work = Path(name) / "entry"
         work.mkdir()
         (work / product.source).write_text(text)
-        run_compiler([*product.flags, *target.flags, product.source, "-o", product.output, *product.libraries], work)
-        record = {"sha256": file_sha256(work / product.output), "target": target.name, "compiler": compiler_version(compiler())}
+        arguments = [*product.flags, *target.flags, product.source, "-o", product.output, *product.libraries]
+        run_compiler(arguments, work, target)
+        made_by = compiler_version(compiler(target))
+        record = {"sha256": file_sha256(work / product.output), "target": target.name, "compiler": made_by}
         (work / "build.json").write_text(json.dumps(record, indent=1))
         if folder.exists():  # damaged
             folder.rename(Path(name) / "damaged")
         work.rename(folder)
 
 
-def run_compiler(arguments: list[str], folder: Path) -> None:
-    """Runs the compiler in `folder`. Raises BuildError: one line, with the log attached."""
+def run_compiler(arguments: list[str], folder: Path, target: Target | None = None) -> None:
+    """Runs the compiler (for `target`) in `folder`. Raises BuildError: one line, with the log attached."""
     try:
         result = subprocess.run(
-            [compiler(), *arguments], cwd=folder, capture_output=True, text=True, timeout=COMPILE_TIMEOUT, check=False
+            [compiler(target), *arguments], cwd=folder, capture_output=True, text=True, timeout=COMPILE_TIMEOUT, check=False
         )
     except subprocess.TimeoutExpired:
         raise BuildError(f"the C++ compiler took over {COMPILE_TIMEOUT} s; choose smaller tiles") from None

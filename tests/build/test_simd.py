@@ -8,10 +8,13 @@ import torch
 
 from pagegen.build.cpp import compile_library
 from pagegen.render import environment
+from pagegen.spec import parse_slug
 from pagegen.target import TARGETS, Target, is_present
 
 WORDS = Path(__file__).with_name("simd_words.cpp.jinja").read_text()
 CPUS = [target for target in TARGETS if target.kind == "cpu"]
+QUANTISED = parse_slug("bf16-d64-h9x3-b16-NHD-kvint8")[0]  # what makes the 8-bit words be there
+BYTES = {"int8_t": torch.int8, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 DTYPES = {"float": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -20,7 +23,8 @@ def words(request: pytest.FixtureRequest) -> ctypes.CDLL:
     target: Target = request.param
     if not is_present(target):
         pytest.skip(f"this CPU does not run {target.name}")
-    return ctypes.CDLL(str(compile_library(environment().from_string(WORDS).render(target=target), target)))
+    text = environment().from_string(WORDS).render(target=target, spec=QUANTISED)
+    return ctypes.CDLL(str(compile_library(text, target)))
 
 
 def call(function: object, *arguments: torch.Tensor | int) -> None:
@@ -65,6 +69,42 @@ def test_narrowing_rounds_to_nearest_even_like_torch(words: ctypes.CDLL, name: s
     out = torch.empty(len(values), dtype=DTYPES[name])
     call(getattr(words, f"{prefix}narrow_{name}"), values, out, len(values))
     assert same(out.float(), values.to(DTYPES[name]).float())
+
+
+@pytest.mark.parametrize("name", list(BYTES))
+@pytest.mark.parametrize("prefix", ["", "scalar_"])
+def test_every_8_bit_value_widens_exactly(words: ctypes.CDLL, name: str, prefix: str) -> None:
+    values = torch.arange(-128, 128, dtype=torch.int8).view(BYTES[name])
+    out = torch.empty(256)
+    call(getattr(words, f"{prefix}widen_{name}"), values, out, 256)
+    assert same(out, values.float())
+    for n in range(1, words.lanes()):
+        some = torch.full((words.lanes(),), 7.0)
+        call(getattr(words, f"widen_some_{name}"), values[40:], some, n)
+        assert same(some, torch.nn.functional.pad(values[40 : 40 + n].float(), (0, words.lanes() - n)))
+
+
+@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2"])
+def test_narrowing_to_8_bits_rounds_like_torch_and_saturates(words: ctypes.CDLL, name: str) -> None:
+    values = torch.arange(-128, 128, dtype=torch.int8).view(BYTES[name]).float()
+    values = values[values.isfinite()].sort().values
+    ties = (values[1:] + values[:-1]) / 2
+    beside = torch.cat([torch.nextafter(ties, torch.tensor(v)) for v in (torch.inf, -torch.inf)])
+    values = torch.cat([values, ties, beside, torch.tensor([1e-30, -1e-30, 3.4e38, torch.inf, -torch.inf, torch.nan, 463.9, 470.0])])
+    out = torch.empty(len(values), dtype=BYTES[name])
+    call(getattr(words, f"scalar_narrow_{name}"), values, out, len(values))
+    most = torch.finfo(BYTES[name]).max
+    assert same(out.float(), values.clamp(-most, most).to(BYTES[name]).float())
+
+
+def test_nibbles_split_into_low_and_high(words: ctypes.CDLL) -> None:
+    width = words.lanes()
+    source = torch.arange(3, 256, 11, dtype=torch.uint8)[:width]
+    for n in range(1, width + 1):
+        low, high = torch.full((width,), 7.0), torch.full((width,), 7.0)
+        call(words.nibbles, source, low, high, n)
+        assert low.tolist() == [*(source[:n] & 15).tolist(), *[0] * (width - n)]
+        assert high.tolist() == [*(source[:n] >> 4).tolist(), *[0] * (width - n)]
 
 
 @pytest.mark.parametrize("name", list(DTYPES))

@@ -22,7 +22,17 @@ import torch
 from .build import cpp
 from .check.compare import check_kernels
 from .errors import BuildError, ConfigError, PackageError, SpecError
-from .kernel import ABI_VERSION, Attend, CopyBlocks, WriteKV
+from .kernel import (
+    ABI_VERSION,
+    NO_ATTEND_EXTRAS,
+    NO_WRITE_EXTRAS,
+    Attend,
+    AttendExtras,
+    CopyBlocks,
+    KVScales,
+    WriteExtras,
+    WriteKV,
+)
 from .paths import cache_dir, write_atomic
 from .records import DispatchTable, phase_of
 from .spec import KernelSpec, Op, parse_slug
@@ -169,6 +179,7 @@ class PackagedKernels:
         *,
         scale: float | None = None,
         lse: torch.Tensor | None = None,
+        extras: AttendExtras = NO_ATTEND_EXTRAS,
         max_query_len: int | None = None,
         max_context_len: int | None = None,
     ) -> None:
@@ -192,6 +203,7 @@ class PackagedKernels:
             cu_seqlens_q,
             scale=scale,
             lse=lse,
+            extras=extras,
             max_query_len=max_query_len,
             max_context_len=max_context_len,
         )
@@ -203,13 +215,18 @@ class PackagedKernels:
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
+        *,
+        extras: WriteExtras = NO_WRITE_EXTRAS,
     ) -> None:
         """Scatters new keys and values into the cache."""
-        cast(WriteKV, self._kernels()[self.dispatch[Op.WRITE_KV].fallback])(k, v, k_cache, v_cache, slot_mapping)
+        kernel = cast(WriteKV, self._kernels()[self.dispatch[Op.WRITE_KV].fallback])
+        kernel(k, v, k_cache, v_cache, slot_mapping, extras=extras)
 
-    def copy_blocks(self, k_cache: torch.Tensor, v_cache: torch.Tensor, pairs: torch.Tensor) -> None:
+    def copy_blocks(
+        self, k_cache: torch.Tensor, v_cache: torch.Tensor, pairs: torch.Tensor, *, scales: KVScales | None = None
+    ) -> None:
         """Copies whole blocks inside the cache."""
-        cast(CopyBlocks, self._kernels()[self.dispatch[Op.COPY_BLOCKS].fallback])(k_cache, v_cache, pairs)
+        cast(CopyBlocks, self._kernels()[self.dispatch[Op.COPY_BLOCKS].fallback])(k_cache, v_cache, pairs, scales=scales)
 
     def default_kernels(self) -> OpKernels:
         """The untuned default, which is every table's fallback: what a bench compares the winners with."""

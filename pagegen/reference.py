@@ -81,7 +81,8 @@ def quantise(
 
 
 def _inverse(scale: torch.Tensor) -> torch.Tensor:
-    return torch.where(scale > 0, 1.0 / scale, 0.0)
+    """0 where the scale is 0, or subnormal, whose inverse may be infinite."""
+    return torch.where(scale >= torch.finfo(torch.float32).tiny, 1.0 / scale, 0.0)
 
 
 _LIMITS = {  # what a row's extremes become; with a zero point both ends are used
@@ -242,7 +243,7 @@ class ReferenceKernels:
                 q = rms_norm(q, extras.q_weight.double(), extras.eps)
                 k_rows = rms_norm(k_rows, extras.k_weight.double(), extras.eps)
             extras.q_out.copy_(rotate(spec, q, extras.positions, extras.cos_sin))
-            k = rotate(spec, k_rows, extras.positions, extras.cos_sin).to(torch.float32 if scales else k.dtype)
+            k = rotate(spec, k_rows, extras.positions, extras.cos_sin).to(torch.float32 if scales else k_cache.dtype)
         tokens = (slot_mapping >= 0).nonzero()[:, 0]
         at = slot_mapping[tokens] // spec.block_size, slot_mapping[tokens] % spec.block_size
         for name, order, cache, rows in (("k", layout.k_order, k_cache, k), ("v", layout.v_order, v_cache, v)):
@@ -252,7 +253,7 @@ class ReferenceKernels:
             if scales is not None:
                 stored = self._quantised(name, stored.float(), at, scales)
             if order is Order.HDN and cache.dim() == 5:
-                cache[at[0], :, :, at[1]] = stored.unflatten(-1, (-1, layout.x))
+                cache[at[0], :, :, at[1]] = stored.reshape(*stored.shape[:-1], stored.shape[-1] // layout.x, layout.x)
             else:
                 token_view(order, cache)[at] = stored
 

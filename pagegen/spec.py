@@ -342,19 +342,25 @@ class KernelSpec:
             words.append(f"kv{self.cache_dtype.value}")
         if self.window is not None:
             words.append(f"w{self.window}")
-        if self.soft_cap is not None:
-            words.append(f"cap{self.soft_cap:g}")
+        if (cap := self._named_soft_cap) is not None:
+            words.append(f"cap{cap:g}")
         words += [word for word, name in _FLAGS.items() if getattr(self, name)]
         if unnamed := self._unnamed():
             words.append("x" + hashlib.sha256(json.dumps(unnamed, sort_keys=True).encode()).hexdigest()[:8])
         return "-".join(words)
+
+    @property
+    def _named_soft_cap(self) -> float | None:
+        """What the slug's word says of soft_cap: six digits, and nothing where they need an exponent."""
+        word = "" if self.soft_cap is None else f"{self.soft_cap:g}"
+        return float(word) if re.fullmatch(_DECIMAL, word) else None
 
     def _unnamed(self) -> dict[str, Any]:
         """Fields that differ from their usual value and that the slug's grammar lacks."""
         usual = dict(_DEFAULTS) | {
             "kv_scale": _usual_scale(self.cache_dtype),
             "rotary_dim": self.head_dim if self.rope else None,
-            "soft_cap": self.soft_cap if self.soft_cap is None else float(f"{self.soft_cap:g}"),  # all digits are in the word
+            "soft_cap": self._named_soft_cap,
         }
         return {name: getattr(self, name) for name in _UNNAMED if getattr(self, name) != usual[name]}
 
@@ -414,6 +420,7 @@ _UNNAMED = (
     *("rope", "rotary_dim", "qk_norm"),
 )
 
+_DECIMAL = r"\d+(?:\.\d+)?"
 _SLUG = re.compile(
     r"(?:(?P<phase>decode|prefill|mixed)-)?(?P<dtype>[a-z0-9]+)-d(?P<head_dim>\d+)(?:v(?P<head_dim_v>\d+))?"
     r"-h(?P<q_heads>\d+)x(?P<kv_heads>\d+)-b(?P<block_size>\d+)-(?P<layout>[A-Za-z0-9_]+)(?P<options>(?:-[a-z0-9_.]+)*)"
@@ -446,7 +453,7 @@ def parse_slug(slug: str) -> tuple[KernelSpec, Phase | None]:
             fields["kv_dtype"] = _enum(DType, word[2:], "kv_dtype")
         elif re.fullmatch(r"w\d+", word):
             fields["window"] = int(word[1:])
-        elif re.fullmatch(r"cap\d+(\.\d+)?", word):
+        elif re.fullmatch(f"cap{_DECIMAL}", word):
             fields["soft_cap"] = float(word[3:])
         else:
             raise SpecError(

@@ -19,6 +19,7 @@ PACKAGE = ROOT / "pagegen"
 # stands below reference, which is written against it; nothing of it knows a template.
 RANKS: tuple[tuple[str, ...], ...] = (
     ("errors", "paths"),
+    ("expression",),
     ("spec", "target"),
     ("space", "records", "kernel"),
     ("reference",),

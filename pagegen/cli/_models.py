@@ -37,9 +37,10 @@ def load(
     """The model with its engine, from the options' values. Raises PagegenError."""
     from pagegen.runtime.engine import EngineConfig
     from pagegen.runtime.launcher import launch
+    from pagegen.spec import FLOATS
 
-    if dtype not in set(DType):
-        raise ConfigError(f"--dtype {dtype} is not known; allowed: {', '.join(DType)}")
+    if dtype not in FLOATS:
+        raise ConfigError(f"--dtype {dtype} is not known; allowed: {', '.join(FLOATS)}")
     config = EngineConfig(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,

@@ -129,7 +129,7 @@ def test_arguments_are_checked_before_a_kernel_sees_them(interpreter: Interprete
     write = interpreter.load(made.text, made.key, spec, Op.WRITE_KV, {})
     k_cache, v_cache = allocate_cache(spec, 2)
     with pytest.raises(KernelError, match="k shape"):
-        write(torch.zeros(2, 1, 16), torch.zeros(2, 1, 8), k_cache, v_cache, torch.tensor([0, 1]))  # type: ignore[call-arg]
+        write(torch.zeros(2, 1, 16), torch.zeros(2, 1, 8), k_cache, v_cache, torch.tensor([0, 1]))  # type: ignore[call-arg, arg-type]
 
 
 def test_what_fails_in_the_worker_is_told_here(cache: None) -> None:
@@ -139,10 +139,10 @@ def test_what_fails_in_the_worker_is_told_here(cache: None) -> None:
     with Interpreter() as worker:
         broken = worker.load("def launch(*arguments):\n    raise ValueError('no')\n", "broken", spec, Op.WRITE_KV, {})
         with pytest.raises(CheckError, match="ValueError: no"):
-            broken(*arguments)  # type: ignore[call-arg]
+            broken(*arguments)  # type: ignore[call-arg, arg-type]
         os.kill(worker.pid, signal.SIGKILL)
         with pytest.raises(CheckError, match="died"):
-            broken(*arguments)  # type: ignore[call-arg]
+            broken(*arguments)  # type: ignore[call-arg, arg-type]
 
 
 # --- texts -----------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from pagegen.check import Case, check_kernels, quick_suite
 from pagegen.check.compare import CheckReport, Failure, check_calls, compare, expected, invoke
 from pagegen.check.tensors import Tensors, materialise
 from pagegen.errors import KernelError
-from pagegen.kernel import PagedKernels
+from pagegen.kernel import KVScales, PagedKernels
 from pagegen.records import Status
 from pagegen.reference import ReferenceKernels
 from pagegen.spec import KernelSpec, Op, parse_slug
@@ -119,8 +119,10 @@ class Wrong(ReferenceKernels):
         if len(q) == 131:
             q[0] = 0
 
-    def copy_blocks(self, k_cache: torch.Tensor, v_cache: torch.Tensor, pairs: torch.Tensor) -> None:
-        super().copy_blocks(k_cache, v_cache.clone(), pairs)
+    def copy_blocks(
+        self, k_cache: torch.Tensor, v_cache: torch.Tensor, pairs: torch.Tensor, *, scales: KVScales | None = None
+    ) -> None:
+        super().copy_blocks(k_cache, v_cache.clone(), pairs, scales=scales)
 
 
 def test_failures_of_loaded_kernels_are_told_the_smallest_first() -> None:

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import shutil
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -87,8 +88,11 @@ def test_a_loaded_package_raises_the_callers_own_errors(original: Path) -> None:
 
 def test_packages_are_loaded_side_by_side_and_each_once(original: Path, marked_package: Path) -> None:
     one, other = load_package(original), load_package(marked_package)
-    assert one.attend.__module__ != other.attend.__module__
-    assert load_package(str(original)).attend == one.attend
+    assert one.path != other.path
+    loaded = set(sys.modules)
+    load_package(str(original))
+    assert set(sys.modules) == loaded
+    assert len({name.split(".")[0] for name in loaded if name.startswith("_pagegen_package_")}) >= 2
 
 
 def test_threads_may_race_for_the_first_call(package: Path) -> None:

@@ -293,7 +293,7 @@ def test_relayout_moves_every_token_to_its_slot(spec: KernelSpec, theirs: str) -
         slots[4, 0] = slots[6, 1] = -1
         got, want = (cache(spec, strided=not strided) for _ in range(2))
         arguments = (source.k, source.v, slots)
-        scales = {"source": source_spec, "source_scales": source.scales}
+        scales: dict[str, Any] = {"source": source_spec, "source_scales": source.scales}
         kernel(Op.RELAYOUT, spec, best_cpu())(got.k, got.v, *arguments, scales=got.scales, **scales)
         ReferenceKernels(spec).relayout(want.k, want.v, *arguments, scales=want.scales, **scales)
         assert_same_bits(got, want)

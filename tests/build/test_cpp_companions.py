@@ -153,13 +153,12 @@ def new_tokens(spec: KernelSpec, seed: int = 1) -> tuple[torch.Tensor, torch.Ten
     if spec.rope is None:
         return k, v, slots, WriteExtras()
     angles = 6 * torch.rand(POSITIONS, (spec.rotary_dim or 0) // 2, generator=generator)
-    weights = {
-        name: 0.5 + torch.rand(spec.head_dim, generator=generator) for name in ("q_weight", "k_weight") if spec.qk_norm
-    }
+    q_weight, k_weight = (0.5 + torch.rand(spec.head_dim, generator=generator) if spec.qk_norm else None for _ in "qk")
     q = normal(TOKENS, spec.q_heads, spec.head_dim).to(dtype)
     positions = torch.randint(0, POSITIONS, (TOKENS,), generator=generator)
     cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1)
-    return k, v, slots, WriteExtras(q=q, q_out=torch.empty_like(q), positions=positions, cos_sin=cos_sin, **weights)
+    extras = WriteExtras(None, q, torch.empty_like(q), positions, cos_sin, q_weight, k_weight)
+    return k, v, slots, extras
 
 
 def written(

@@ -58,7 +58,8 @@ from pagegen.target import Fingerprint, Target, hardware_fingerprint, is_present
 
 VENDORED = (
     *("errors.py", "expression.py", "paths.py", "spec.py", "target.py", "space.py", "records.py", "kernel.py", "transfer.py", "reference.py"),
-    *("build/cpp.py", "build/triton.py", "check/suite.py", "check/tensors.py", "check/compare.py", "explain.py", "loader.py"),
+    *("build/cpp.py", "build/triton.py", "explain.py", "loader.py"),
+    *(f"check/{name}.py" for name in ("case", "suite", "pool", "tensors", "tolerance", "compare")),
     *("tuning/measure.py", "tuning/workload.py", "tuning/baselines.py"),
 )
 RENDERED = {

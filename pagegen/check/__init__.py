@@ -14,10 +14,11 @@ from ..catalog import Template
 from ..render import Source
 from ..spec import Op, Phase
 from ..target import Target, require_present
+from .case import Case
 from .compare import CheckReport, Failure, check_calls, check_kernels
 from .driver import TIMEOUT, run_library
 from .shrink import shrink
-from .suite import Case, full_suite, quick_suite, suite_named
+from .suite import full_suite, quick_suite, suite_named
 
 __all__ = [
     "Case",

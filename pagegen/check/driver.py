@@ -21,16 +21,18 @@ from typing import BinaryIO
 
 import torch
 
-from ..build.cpp import compile_program
+from ..build.cpp import compile_program, emulator
 from ..errors import CheckError
-from ..kernel import ABI_VERSION, AttendArgs, CopyBlocksArgs, WriteKVArgs, k_strides, v_strides
+from ..kernel import ABI_VERSION, AttendArgs, CopyBlocksArgs, WriteKVArgs, cache_strides
 from ..records import Status
 from ..render import environment
-from ..spec import Op
+from ..spec import KernelSpec, KVScale, Op
 from ..target import Target
-from .compare import CheckReport, Failure, compare
-from .suite import Case, Fault
-from .tensors import OUTPUTS, Tensors, flat, materialise
+from ..transfer import GatherBlocksArgs, RelayoutArgs, ScatterBlocksArgs
+from .case import Case, Fault
+from .compare import CheckReport, Failure, Verdicts
+from .pool import Tensors
+from .tensors import SCALE_NAMES, flat, materialise, outputs_of, views_of
 
 RUNS = 2  # of every case: on the workspace as it was left, and on a fresh one
 TIMEOUT = 60.0  # seconds for a whole suite; it takes well under one
@@ -38,7 +40,14 @@ FAR_ELEMENTS = 1 << 32  # where the upper half of a far cache's blocks begins
 FAR_IDS = 1 << 13  # a far cache has so many blocks for each that is mapped: ids of 16 bits do not suffice
 WROTE_OUTSIDE, OUT_OF_RESOURCES = 1000, 71  # as in the driver
 
-ARGS: dict[Op, type[ctypes.Structure]] = {Op.ATTEND: AttendArgs, Op.WRITE_KV: WriteKVArgs, Op.COPY_BLOCKS: CopyBlocksArgs}
+ARGS: dict[Op, type[ctypes.Structure]] = {
+    Op.ATTEND: AttendArgs,
+    Op.WRITE_KV: WriteKVArgs,
+    Op.COPY_BLOCKS: CopyBlocksArgs,
+    Op.GATHER_BLOCKS: GatherBlocksArgs,
+    Op.SCATTER_BLOCKS: ScatterBlocksArgs,
+    Op.RELAYOUT: RelayoutArgs,
+}
 
 
 @functools.cache
@@ -52,11 +61,12 @@ def driver_text(op: Op, *, linked: bool = False) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Buffer:
-    """Memory that a field of the args struct points to; block i of a far cache begins `stride` elements after i - 1."""
+    """Memory that fields of the args struct point to; block i of a far cache begins `stride` elements after i - 1."""
 
     field: str
     tensor: torch.Tensor
     writable: bool
+    also: str | None = None  # a second field: of a view that begins where this begins
     stride: int | None = None
 
     def segments(self) -> list[torch.Tensor]:
@@ -93,22 +103,29 @@ def prepare(cases: tuple[Case, ...]) -> PreparedCases:
 def _write_case(file: BinaryIO, case: Case) -> list[_Buffer]:
     tensors, kind = materialise(case), ARGS[case.op]
     fields = _fields(case, tensors)
-    strides: dict[str, int] = {}
+    strides = _far_strides(case, tensors) if case.far else {}
     if case.far:
-        strides = {name: _far_stride(tensors[name]) for name in ("k_cache", "v_cache")}
-        fields |= {f"{name[0]}_stride_block": stride // FAR_IDS for name, stride in strides.items()}
-        fields |= {"num_blocks": tensors["k_cache"].shape[0] * FAR_IDS}
+        fields |= _far_fields(fields, strides)
         _spread_ids(case, tensors)
+    if case.fault is Fault.PREFIX_TOO_LONG:
+        fields["shared_prefix_len"] = (max(case.context_lens) // case.spec.block_size + 1) * case.spec.block_size
     size = ctypes.sizeof(kind) - 8 * (case.fault is Fault.ARGS_SIZE)
     args = bytes(kind(size=size, num_threads=case.threads, **fields))
-    buffers = [_Buffer(name, tensor, name in OUTPUTS[case.op], strides.get(name)) for name, tensor in tensors.items()]
+    views = {of: view for view, of in views_of(case).items() if view in tensors}
+    written = {*outputs_of(case)}
+    written |= {of for of, view in views.items() if view in written}
+    buffers = [
+        _Buffer(name, tensor, name in written, views.get(name), strides.get(name))
+        for name, tensor in tensors.items()
+        if name not in views.values()
+    ]
     file.write(struct.pack("3Q", 1 + len(buffers), RUNS, case.fault is Fault.WORKSPACE))
-    file.write(struct.pack("6Q", 0, len(args), 0, 1, 0, len(args)))
+    file.write(struct.pack("7Q", 0, 0, len(args), 0, 1, 0, len(args)))
     for buffer in buffers:
         sizes = [segment.nbytes for segment in buffer.segments()]
         spans = list(zip(buffer.offsets(), sizes, strict=True))
-        field = getattr(kind, buffer.field).offset
-        file.write(struct.pack("4Q", field, sum(spans[-1]) if spans else 0, buffer.writable, len(spans)))
+        field, also = (getattr(kind, name).offset if name else 0 for name in (buffer.field, buffer.also))
+        file.write(struct.pack("5Q", field, also, sum(spans[-1]) if spans else 0, buffer.writable, len(spans)))
         file.writelines(struct.pack("2Q", *span) for span in spans)
     file.write(args)
     for buffer in buffers:
@@ -117,49 +134,101 @@ def _write_case(file: BinaryIO, case: Case) -> list[_Buffer]:
     return [buffer for buffer in buffers if buffer.writable]
 
 
+# --- far caches: few blocks are mapped, many bytes apart, under ids with gaps ----------------------------------------
+
+
+def _far_strides(case: Case, tensors: Tensors) -> dict[str, int]:
+    """Elements from a mapped block to the next, of every tensor whose first dimension is the block."""
+    names = ["k_cache", "v_cache", "source_k", "source_v"]
+    if case.spec.kv_scale is KVScale.TOKEN_HEAD:
+        names += [prefix + name for prefix in ("", "source_") for name in SCALE_NAMES]
+    return {name: _far_stride(tensors[name]) for name in names if name in tensors}
+
+
 def _far_stride(cache: torch.Tensor) -> int:
-    """Elements from a mapped block to the next: whole pages, and the upper half of them lies past FAR_ELEMENTS."""
+    """Whole pages, and the upper half of the blocks lies past FAR_ELEMENTS."""
     return -(-FAR_ELEMENTS // max(1, cache.shape[0] // 2) // 65536) * 65536
+
+
+def _far_fields(fields: Mapping[str, int | float], strides: Mapping[str, int]) -> dict[str, int | float]:
+    """The args struct's block strides and numbers of blocks, for ids that are FAR_IDS times as many."""
+    far: dict[str, int | float] = {
+        f"{name.removesuffix('_cache')}_stride_block": stride // FAR_IDS for name, stride in strides.items() if "zero" not in name
+    }
+    return far | {name: fields[name] * FAR_IDS for name in ("num_blocks", "source_num_blocks") if name in fields}
 
 
 def _spread_ids(case: Case, tensors: Tensors) -> None:
     """Renames block i to i * FAR_IDS wherever it is meant; what names no block stays."""
-    num_blocks, size = tensors["k_cache"].shape[0], case.spec.block_size
     match case.op:
         case Op.ATTEND:
             table = tensors["block_table"]
-            table[(table >= 0) & (table < num_blocks)] *= FAR_IDS
+            table[(table >= 0) & (table < tensors["k_cache"].shape[0])] *= FAR_IDS
         case Op.WRITE_KV:
-            slots = tensors["slot_mapping"]
-            slots += torch.where(slots >= 0, slots // size * (FAR_IDS - 1) * size, 0)
+            _spread_slots(tensors["slot_mapping"], case.spec)
+        case Op.RELAYOUT:
+            _spread_slots(tensors["slots"][:, 0], case.source or case.spec)
+            _spread_slots(tensors["slots"][:, 1], case.spec)
         case Op.COPY_BLOCKS:
             tensors["pairs"] *= FAR_IDS
+        case Op.GATHER_BLOCKS | Op.SCATTER_BLOCKS:
+            tensors["blocks"] *= FAR_IDS
+
+
+def _spread_slots(slots: torch.Tensor, spec: KernelSpec) -> None:
+    size = spec.block_size
+    slots += torch.where(slots >= 0, slots // size * (FAR_IDS - 1) * size, 0)
+
+
+# --- the args struct's numbers ---------------------------------------------------------------------------------------
 
 
 def _fields(case: Case, tensors: Tensors) -> dict[str, int | float]:
-    """The args struct's numbers: counts and strides; pointers are the driver's."""
-    layout = case.spec.kv_layout
-    k_cache, v_cache = tensors["k_cache"], tensors["v_cache"]
-    fields: dict[str, int | float] = {"num_blocks": k_cache.shape[0]}
-    for letter, strides in (("k", k_strides(layout, k_cache)), ("v", v_strides(layout, v_cache))):
-        names = (f"{letter}_stride_{what}" for what in ("block", "token", "head", "dim"))
-        fields |= dict(zip(names, strides, strict=True))
+    """Counts and strides; pointers are the driver's."""
+    fields = _cache_fields(case.spec, tensors, "", ("k_cache", "v_cache"))
     match case.op:
         case Op.ATTEND:
             table = tensors["block_table"]
             fields |= {"num_tokens": tensors["q"].shape[0], "num_seqs": table.shape[0], "table_width": table.shape[1]}
-            fields |= {"block_table_stride": table.stride(0)}
+            fields |= {"block_table_stride": table.stride(0), "shared_prefix_len": case.shared_prefix_len}
             fields |= {"scale": case.spec.softmax_scale if case.scale is None else case.scale}
+            if "mask" in tensors:
+                fields |= {"mask_stride_token": tensors["mask"].stride(0), "mask_width": tensors["mask"].shape[1]}
             rows = {"q": "q", "out": "out", "lse": "lse"}
         case Op.WRITE_KV:
             fields |= {"num_tokens": tensors["k"].shape[0]}
-            rows = {"k": "src_k", "v": "src_v"}
-        case Op.COPY_BLOCKS:
-            fields |= {"num_pairs": tensors["pairs"].shape[0]}
+            rows = {"k": "src_k", "v": "src_v", "q": "q", "q_out": "q_out"}
+            if "cos_sin" in tensors:
+                table = tensors["cos_sin"]
+                fields |= {"cos_sin_stride": table.stride(0), "max_positions": table.shape[0], "eps": 1e-6}
+        case Op.RELAYOUT:
+            source = case.source or case.spec
+            fields |= _cache_fields(source, tensors, "source_", ("source_k", "source_v"))
+            fields |= {"num_pairs": tensors["slots"].shape[0]}
+            fields |= {"source_block_size": source.block_size, "source_x": source.kv_layout.x}
             rows = {}
+        case Op.COPY_BLOCKS:
+            fields, rows = fields | {"num_pairs": tensors["pairs"].shape[0]}, {}
+        case Op.GATHER_BLOCKS | Op.SCATTER_BLOCKS:
+            staging, rows = tensors["staging"], {}
+            fields |= {"num_rows": staging.shape[0], "staging_stride": staging.stride(0)}
     for name, prefix in rows.items():
         if name in tensors:
             fields |= {f"{prefix}_stride_token": tensors[name].stride(0), f"{prefix}_stride_head": tensors[name].stride(1)}
+    return fields
+
+
+def _cache_fields(spec: KernelSpec, tensors: Tensors, prefix: str, names: tuple[str, str]) -> dict[str, int | float]:
+    k_cache, v_cache = (tensors[name] for name in names)
+    fields: dict[str, int | float] = {f"{prefix}num_blocks": k_cache.shape[0]}
+    axes = [f"{prefix}{letter}_stride_{what}" for letter in "kv" for what in ("block", "token", "head", "dim")]
+    fields |= dict(zip(axes, cache_strides(spec.kv_layout, k_cache, v_cache), strict=True))
+    for letter in "kv":
+        name = f"{prefix}{letter}_scale"
+        if spec.kv_scale is KVScale.TOKEN_HEAD:
+            fields |= {f"{name}_stride_{what}": n for what, n in zip(("block", "token", "head"), tensors[name].stride(), strict=True)}
+        elif spec.kv_scale is KVScale.HEAD:
+            fields[f"{name}_stride_head"] = tensors[name].stride(0)
     return fields
 
 
@@ -173,7 +242,8 @@ def run_library(
     prepared = prepare(tuple(case for case in cases if case.op is op))
     with tempfile.TemporaryDirectory(prefix="pagegen-check-") as folder:
         results = Path(folder) / "results"
-        command = [str(compile_program(driver_text(op), target)), str(library), str(prepared.path), str(results)]
+        program = compile_program(driver_text(op), target)
+        command = [*emulator(target), str(program), str(library), str(prepared.path), str(results)]
         try:
             done = subprocess.run(command, env=_environment(), capture_output=True, timeout=timeout, check=False, cwd=folder)
         except subprocess.TimeoutExpired as error:
@@ -207,17 +277,22 @@ def _reached(prepared: PreparedCases, stdout: bytes | None) -> Case:
 
 
 def _judge(prepared: PreparedCases, results: bytes) -> Iterator[Failure]:
-    at = 0
+    at, verdicts = 0, Verdicts(prepared.cases)
     for case, buffers in zip(prepared.cases, prepared.outputs, strict=True):
-        messages = []
+        messages: list[str | None] = []
+        found: list[Tensors] = []
         for _ in range(RUNS):
             status, workspace_bytes = struct.unpack_from("2q", results, at)
             at += 16
             outputs: Tensors = {}
             for buffer in buffers if status == 0 else ():
-                outputs[buffer.field] = _read(buffer, results, at)
+                name = "q_out" if case.in_place and buffer.field == "q" else buffer.field
+                outputs[name] = _read(buffer, results, at)
                 at += sum(segment.nbytes for segment in buffer.segments())
-            messages.append(_verdict(case, status, workspace_bytes, outputs))
+            messages.append(_verdict(case, status, workspace_bytes, outputs, verdicts))
+            found.append(outputs)
+        if not any(messages) and any(not torch.equal(*(flat(run[name]).view(torch.uint8) for run in found)) for name in found[0]):
+            messages[1] = "gives other bits than the run before"
         wrong = next((index for index, message in enumerate(messages) if message), None)
         if wrong is not None:
             where = ("a used", "a fresh")[wrong % 2] + " workspace" if case.op is Op.ATTEND else f"run {wrong}"
@@ -236,7 +311,9 @@ def _read(buffer: _Buffer, results: bytes, at: int) -> torch.Tensor:
     return made
 
 
-def _verdict(case: Case, status: int, workspace_bytes: int, outputs: Mapping[str, torch.Tensor]) -> str | None:
+def _verdict(
+    case: Case, status: int, workspace_bytes: int, outputs: Mapping[str, torch.Tensor], verdicts: Verdicts
+) -> str | None:
     if status == WROTE_OUTSIDE:
         return "wrote outside its tensors or its workspace"
     wanted = case.fault.status if case.fault else 0
@@ -244,4 +321,4 @@ def _verdict(case: Case, status: int, workspace_bytes: int, outputs: Mapping[str
         wanted = 0  # a kernel without workspace cannot be given too little
     if status != wanted:
         return f"answered status {status}, expected {wanted} (see templates/cpp/abi.h)"
-    return None if case.fault else compare(case, outputs)
+    return None if case.fault else verdicts.of(case, outputs)

@@ -21,19 +21,36 @@ pytestmark = pytest.mark.neon
 @pytest.mark.parametrize(
     ("op", "slug"),
     [
-        (Op.ATTEND, "bf16-d64-h9x3-b16-NHD"),  # token-major, in place
-        pytest.param(Op.ATTEND, "fp16-d40v24-h7x7-b3-HDN2-lse", marks=pytest.mark.long),  # pairs of 16-bit dims
-        pytest.param(Op.ATTEND, "fp32-d80-h8x1-b24-HDN8_HDN", marks=pytest.mark.long),  # everything packed first
-        pytest.param(Op.ATTEND, "fp16-d256-h4x2-b1-HND", marks=pytest.mark.long),
-        (Op.WRITE_KV, "fp16-d40v24-h7x7-b3-HDN2"),
-        (Op.WRITE_KV, "bf16-d64-h9x3-b16-NHD-kvint8"),
+        (Op.ATTEND, "bf16-d24-h6x2-b5-NHD"),  # token-major, in place
+        (Op.WRITE_KV, "bf16-d40v24-h7x7-b3-NHD-kvint8"),
         (Op.COPY_BLOCKS, "bf16-d64-h9x3-b16-NHD"),
+        *(
+            pytest.param(op, slug, marks=pytest.mark.long)
+            for op, slug in [
+                (Op.ATTEND, "bf16-d64-h9x3-b16-NHD"),
+                (Op.ATTEND, "fp16-d40v24-h7x7-b3-HDN2-lse"),  # pairs of 16-bit dims
+                (Op.ATTEND, "fp32-d80-h8x1-b24-HDN8_HDN"),  # everything packed first
+                (Op.ATTEND, "fp16-d256-h4x2-b1-HND"),
+                (Op.ATTEND, "bf16-d40v24-h6x3-b5-NHD-kvint4-w9-cap20-sinks-lse"),
+                (Op.ATTEND, "bf16-d40v24-h6x3-b5-HDN4_HDN-kvfp8_e4m3-alibi-det"),
+                (Op.WRITE_KV, "fp16-d40v24-h7x7-b3-HDN2"),
+                (Op.WRITE_KV, "fp32-d40v24-h7x7-b3-HND-kvint4"),
+            ]
+        ),
     ],
 )
 def test_the_quick_gate_passes(op: Op, slug: str) -> None:
     spec = parse_slug(slug)[0]
     library = compile_library(render(variant(op, spec, NEON)).text, NEON)
     report = check_library(library, op, NEON, quick_suite(spec), timeout=300)
+    assert report.status is Status.PASSED, report.reason
+
+
+@pytest.mark.parametrize("rope", ["neox", "interleaved"])
+def test_write_kv_with_everything_passes_the_quick_gate(rope: str) -> None:
+    spec = parse_slug("bf16-d40-h6x3-b5-NHD-kvint8")[0].replace(rope=rope, rotary_dim=24, qk_norm=True, kv_zero=True)
+    library = compile_library(render(variant(Op.WRITE_KV, spec, NEON)).text, NEON)
+    report = check_library(library, Op.WRITE_KV, NEON, quick_suite(spec), timeout=300)
     assert report.status is Status.PASSED, report.reason
 
 

@@ -21,7 +21,8 @@ from pagegen.errors import BuildError
 from pagegen.target import parse_target
 
 NEON = parse_target("cpu:neon")
-GOLDEN = Path(__file__).parent / "golden"
+ROOT = Path(__file__).parents[1]
+GOLDEN = ROOT / "tests" / "golden"
 
 Golden = Callable[[str, str], None]
 

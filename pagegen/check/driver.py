@@ -240,22 +240,67 @@ def run_library(
 ) -> CheckReport:
     """See `pagegen.check.check_library`."""
     prepared = prepare(tuple(case for case in cases if case.op is op))
+    ending = _execute(_Program(compile_program(driver_text(op), target), target, library), prepared, timeout)
+    return _report(prepared, ending)
+
+
+def library_outputs(
+    library: Path, op: Op, target: Target, cases: Sequence[Case], timeout: float = TIMEOUT
+) -> list[Tensors] | CheckReport:
+    """What a library writes in the first run of each case, in the geometry of `materialise`; or how it ended instead."""
+    prepared = prepare(tuple(cases))
+    ending = _execute(_Program(compile_program(driver_text(op), target), target, library), prepared, timeout)
+    if ending.results is None:
+        return _report(prepared, ending)
+    return [runs[0].outputs for _, runs in _runs(prepared, ending.results)]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Program:
+    """A driver, for the target it was built for; without a library the kernel is linked into it."""
+
+    path: Path
+    target: Target
+    library: Path | None = None
+
+    @property
+    def command(self) -> list[str]:
+        return [*emulator(self.target), str(self.path), *([str(self.library)] if self.library else [])]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Ending:
+    """How the driver ended: with the results of all cases, or with a status, where, and why."""
+
+    results: bytes | None
+    status: Status = Status.PASSED
+    reached: Case | None = None
+    message: str = ""
+
+
+def _execute(program: _Program, prepared: PreparedCases, timeout: float) -> _Ending:
     with tempfile.TemporaryDirectory(prefix="pagegen-check-") as folder:
         results = Path(folder) / "results"
-        program = compile_program(driver_text(op), target)
-        command = [*emulator(target), str(program), str(library), str(prepared.path), str(results)]
+        command = [*program.command, str(prepared.path), str(results)]
         try:
             done = subprocess.run(command, env=_environment(), capture_output=True, timeout=timeout, check=False, cwd=folder)
         except subprocess.TimeoutExpired as error:
-            failure = Failure(_reached(prepared, error.stdout), f"no answer within {timeout:g} s for the suite")
-            return CheckReport.of(len(prepared.cases), [failure], Status.TIMEOUT)
+            message = f"no answer within {timeout:g} s for the suite"
+            return _Ending(None, Status.TIMEOUT, _reached(prepared, error.stdout), message)
         said = " ".join(done.stderr.decode(errors="replace").split())[-200:]
         if done.returncode == OUT_OF_RESOURCES:
             raise CheckError(f"the check driver lacks memory or disk ({said}); free some, or point TMPDIR to a larger disk")
         if done.returncode == 0 and done.stdout.endswith(b"done\n"):
-            return CheckReport.of(len(prepared.cases), _judge(prepared, results.read_bytes()))
+            return _Ending(results.read_bytes())
         message = _ending(done.returncode) + (f" after saying: {said}" if said else "")
-        return CheckReport.of(len(prepared.cases), [Failure(_reached(prepared, done.stdout), message)], Status.RUN_ERROR)
+        return _Ending(None, Status.RUN_ERROR, _reached(prepared, done.stdout), message)
+
+
+def _report(prepared: PreparedCases, ending: _Ending) -> CheckReport:
+    if ending.results is not None:
+        return CheckReport.of(len(prepared.cases), _judge(prepared, ending.results))
+    failures = [Failure(ending.reached, ending.message)] if ending.reached else []
+    return CheckReport.of(len(prepared.cases), failures, ending.status)
 
 
 def _ending(code: int) -> str:
@@ -276,11 +321,19 @@ def _reached(prepared: PreparedCases, stdout: bytes | None) -> Case:
     return prepared.cases[int(told[-1]) if told else 0]
 
 
-def _judge(prepared: PreparedCases, results: bytes) -> Iterator[Failure]:
-    at, verdicts = 0, Verdicts(prepared.cases)
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Run:
+    """What the driver wrote about one run of a case."""
+
+    status: int
+    workspace_bytes: int
+    outputs: Tensors
+
+
+def _runs(prepared: PreparedCases, results: bytes) -> Iterator[tuple[Case, list[_Run]]]:
+    at = 0
     for case, buffers in zip(prepared.cases, prepared.outputs, strict=True):
-        messages: list[str | None] = []
-        found: list[Tensors] = []
+        runs = []
         for _ in range(RUNS):
             status, workspace_bytes = struct.unpack_from("2q", results, at)
             at += 16
@@ -289,9 +342,15 @@ def _judge(prepared: PreparedCases, results: bytes) -> Iterator[Failure]:
                 name = "q_out" if case.in_place and buffer.field == "q" else buffer.field
                 outputs[name] = _read(buffer, results, at)
                 at += sum(segment.nbytes for segment in buffer.segments())
-            messages.append(_verdict(case, status, workspace_bytes, outputs, verdicts))
-            found.append(outputs)
-        if not any(messages) and any(not torch.equal(*(flat(run[name]).view(torch.uint8) for run in found)) for name in found[0]):
+            runs.append(_Run(status, workspace_bytes, outputs))
+        yield case, runs
+
+
+def _judge(prepared: PreparedCases, results: bytes) -> Iterator[Failure]:
+    verdicts = Verdicts(prepared.cases)
+    for case, runs in _runs(prepared, results):
+        messages = [_verdict(case, run, verdicts) for run in runs]
+        if not any(messages) and any(not torch.equal(*(flat(run.outputs[name]).view(torch.uint8) for run in runs)) for name in runs[0].outputs):
             messages[1] = "gives other bits than the run before"
         wrong = next((index for index, message in enumerate(messages) if message), None)
         if wrong is not None:
@@ -311,14 +370,12 @@ def _read(buffer: _Buffer, results: bytes, at: int) -> torch.Tensor:
     return made
 
 
-def _verdict(
-    case: Case, status: int, workspace_bytes: int, outputs: Mapping[str, torch.Tensor], verdicts: Verdicts
-) -> str | None:
-    if status == WROTE_OUTSIDE:
+def _verdict(case: Case, run: _Run, verdicts: Verdicts) -> str | None:
+    if run.status == WROTE_OUTSIDE:
         return "wrote outside its tensors or its workspace"
     wanted = case.fault.status if case.fault else 0
-    if case.fault is Fault.WORKSPACE and workspace_bytes == 0:
+    if case.fault is Fault.WORKSPACE and run.workspace_bytes == 0:
         wanted = 0  # a kernel without workspace cannot be given too little
-    if status != wanted:
-        return f"answered status {status}, expected {wanted} (see templates/cpp/abi.h)"
-    return None if case.fault else verdicts.of(case, outputs)
+    if run.status != wanted:
+        return f"answered status {run.status}, expected {wanted} (see templates/cpp/abi.h)"
+    return None if case.fault else verdicts.of(case, run.outputs)

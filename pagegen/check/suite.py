@@ -115,6 +115,7 @@ def _attend_cases(spec: KernelSpec, seed: int) -> list[Case]:
         case("no sequence", query_lens=(), context_lens=(), padding=2),
         case("shared prefix", query_lens=(1,) * 4, context_lens=(shared + 1, shared + b + 2, shared, shared + 7), shared_blocks=blocks),
         case("shared prefix, prompts", query_lens=(5, 1, 3), context_lens=(shared + 5, shared + 1, shared + 1), shared_blocks=blocks),
+        case("shared prefix, more rows than keys", query_lens=(b + 1, 2), context_lens=(b, b + 1), shared_blocks=1),
         case("shared prefix, one", query_lens=(1,), context_lens=(shared + 3,), shared_blocks=blocks),
     ]
 
@@ -129,13 +130,15 @@ def _option_cases(spec: KernelSpec, seed: int) -> Iterator[Case]:
         yield case("decode at window borders", query_lens=(1,) * len(contexts), context_lens=contexts)
         queries = tuple(min(q, 50) for q in (w + 2, 2, b + 1))
         yield case("prefill over the window", query_lens=queries, context_lens=tuple(q + min(w, 100) + 1 for q in queries))
+        splits = [s + w for s in (256, 512, 1024, 2048) if s + w <= long]  # the second row's window begins at a split
+        yield case("window begins at a split", query_lens=(2,) * len(splits), context_lens=tuple(splits))
         yield case("window after window", query_lens=(3, 40), context_lens=(min(3 * w + 5, long), min(w + 40, long)))
     if spec.mask:
         yield case("draft trees", query_lens=(7, 1, 4, 16), context_lens=(7 + b, 1, 9, 40))
         yield case("mask wider than contexts", query_lens=(3, 2), context_lens=(5, 2), mask_width=20)
         yield case("mask of one column", query_lens=(3, 1), context_lens=(b + 3, 4), mask_width=1)
         yield case("mask of no column", query_lens=(3, 1), context_lens=(b + 3, 4), mask_width=0)
-        yield case("mask over splits", query_lens=(1, 2), context_lens=(long, 700), mask_width=min(long, 600))
+        yield case("mask over splits", query_lens=(1, 2, 1), context_lens=(long, 700, 600), mask_width=600)
 
 
 def _twins(spec: KernelSpec, seed: int) -> Iterator[Case]:

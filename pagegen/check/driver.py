@@ -1,238 +1,44 @@
-"""Runs C++ libraries on cases in a process of its own, through the generated driver of templates/cpp/driver.c.jinja.
+"""Runs C++ kernels on cases in a process of its own, through the generated driver of templates/cpp/driver.c.jinja.
 
 A crash, a hang or a write out of bounds is thereby an outcome with the case's name, and a guilty kernel cannot harm the
-process that judges it. This module writes the driver's files and reads them; the template says what they hold.
+process that judges it.
 """
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import functools
 import os
 import re
 import signal
-import struct
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from enum import StrEnum
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 
-from ..build.cpp import compile_program, emulator
+from ..build.cpp import compile_program, emulator, run_compiler
 from ..errors import CheckError
-from ..kernel import ABI_VERSION, AttendArgs, CopyBlocksArgs, WriteKVArgs, cache_strides
 from ..records import Status
-from ..render import environment
-from ..spec import KernelSpec, KVScale, Op
+from ..render import Source, environment
+from ..spec import Op
 from ..target import Target
-from ..transfer import GatherBlocksArgs, RelayoutArgs, ScatterBlocksArgs
 from .case import Case, Fault
 from .compare import CheckReport, Failure, Verdicts
+from .files import PreparedCases, Run, prepare, read_runs
 from .pool import Tensors
-from .tensors import SCALE_NAMES, flat, materialise, outputs_of, views_of
+from .tensors import flat
 
-RUNS = 2  # of every case: on the workspace as it was left, and on a fresh one
 TIMEOUT = 60.0  # seconds for a whole suite; it takes well under one
-FAR_ELEMENTS = 1 << 32  # where the upper half of a far cache's blocks begins
-FAR_IDS = 1 << 13  # a far cache has so many blocks for each that is mapped: ids of 16 bits do not suffice
 WROTE_OUTSIDE, OUT_OF_RESOURCES = 1000, 71  # as in the driver
-
-ARGS: dict[Op, type[ctypes.Structure]] = {
-    Op.ATTEND: AttendArgs,
-    Op.WRITE_KV: WriteKVArgs,
-    Op.COPY_BLOCKS: CopyBlocksArgs,
-    Op.GATHER_BLOCKS: GatherBlocksArgs,
-    Op.SCATTER_BLOCKS: ScatterBlocksArgs,
-    Op.RELAYOUT: RelayoutArgs,
-}
 
 
 @functools.cache
 def driver_text(op: Op, *, linked: bool = False) -> str:
     """The driver's C text; `linked` makes one to be linked with a kernel instead of opening a library."""
     return environment().get_template("cpp/driver.c.jinja").render(op=op.value, linked=linked)
-
-
-# --- cases to a file -------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Buffer:
-    """Memory that fields of the args struct point to; block i of a far cache begins `stride` elements after i - 1."""
-
-    field: str
-    tensor: torch.Tensor
-    writable: bool
-    also: str | None = None  # a second field: of a view that begins where this begins
-    stride: int | None = None
-
-    def segments(self) -> list[torch.Tensor]:
-        """What is mapped, each as one dimension."""
-        if self.stride is None:
-            return [flat(self.tensor)]
-        return [flat(block) for block in self.tensor]
-
-    def offsets(self) -> list[int]:
-        """Where each segment begins, in bytes."""
-        return [i * (self.stride or 0) * self.tensor.element_size() for i in range(len(self.segments()))]
-
-
-class PreparedCases:
-    """Cases as the driver's file, written once for all candidates of a spec; removed with this object."""
-
-    def __init__(self, cases: Sequence[Case]) -> None:
-        self.cases = tuple(cases)
-        self._folder = tempfile.TemporaryDirectory(prefix="pagegen-check-")
-        self.path = Path(self._folder.name) / "cases"
-        self.outputs: list[list[_Buffer]] = []
-        with self.path.open("wb") as file:
-            file.write(struct.pack("2Q", ABI_VERSION, len(self.cases)))
-            for case in self.cases:
-                self.outputs.append(_write_case(file, case))
-
-
-@functools.lru_cache(maxsize=4)
-def prepare(cases: tuple[Case, ...]) -> PreparedCases:
-    """`PreparedCases`, kept for the next candidate."""
-    return PreparedCases(cases)
-
-
-def _write_case(file: BinaryIO, case: Case) -> list[_Buffer]:
-    tensors, kind = materialise(case), ARGS[case.op]
-    fields = _fields(case, tensors)
-    strides = _far_strides(case, tensors) if case.far else {}
-    if case.far:
-        fields |= _far_fields(fields, strides)
-        _spread_ids(case, tensors)
-    if case.fault is Fault.PREFIX_TOO_LONG:
-        fields["shared_prefix_len"] = (max(case.context_lens) // case.spec.block_size + 1) * case.spec.block_size
-    size = ctypes.sizeof(kind) - 8 * (case.fault is Fault.ARGS_SIZE)
-    args = bytes(kind(size=size, num_threads=case.threads, **fields))
-    views = {of: view for view, of in views_of(case).items() if view in tensors}
-    written = {*outputs_of(case)}
-    written |= {of for of, view in views.items() if view in written}
-    buffers = [
-        _Buffer(name, tensor, name in written, views.get(name), strides.get(name))
-        for name, tensor in tensors.items()
-        if name not in views.values()
-    ]
-    file.write(struct.pack("3Q", 1 + len(buffers), RUNS, case.fault is Fault.WORKSPACE))
-    file.write(struct.pack("7Q", 0, 0, len(args), 0, 1, 0, len(args)))
-    for buffer in buffers:
-        sizes = [segment.nbytes for segment in buffer.segments()]
-        spans = list(zip(buffer.offsets(), sizes, strict=True))
-        field, also = (getattr(kind, name).offset if name else 0 for name in (buffer.field, buffer.also))
-        file.write(struct.pack("5Q", field, also, sum(spans[-1]) if spans else 0, buffer.writable, len(spans)))
-        file.writelines(struct.pack("2Q", *span) for span in spans)
-    file.write(args)
-    for buffer in buffers:
-        file.writelines(segment.view(torch.uint8).numpy().data for segment in buffer.segments())
-    file.write(bytes(-file.tell() % 8))
-    return [buffer for buffer in buffers if buffer.writable]
-
-
-# --- far caches: few blocks are mapped, many bytes apart, under ids with gaps ----------------------------------------
-
-
-def _far_strides(case: Case, tensors: Tensors) -> dict[str, int]:
-    """Elements from a mapped block to the next, of every tensor whose first dimension is the block."""
-    names = ["k_cache", "v_cache", "source_k", "source_v"]
-    if case.spec.kv_scale is KVScale.TOKEN_HEAD:
-        names += [prefix + name for prefix in ("", "source_") for name in SCALE_NAMES]
-    return {name: _far_stride(tensors[name]) for name in names if name in tensors}
-
-
-def _far_stride(cache: torch.Tensor) -> int:
-    """Whole pages, and the upper half of the blocks lies past FAR_ELEMENTS."""
-    return -(-FAR_ELEMENTS // max(1, cache.shape[0] // 2) // 65536) * 65536
-
-
-def _far_fields(fields: Mapping[str, int | float], strides: Mapping[str, int]) -> dict[str, int | float]:
-    """The args struct's block strides and numbers of blocks, for ids that are FAR_IDS times as many."""
-    far: dict[str, int | float] = {
-        f"{name.removesuffix('_cache')}_stride_block": stride // FAR_IDS for name, stride in strides.items() if "zero" not in name
-    }
-    return far | {name: fields[name] * FAR_IDS for name in ("num_blocks", "source_num_blocks") if name in fields}
-
-
-def _spread_ids(case: Case, tensors: Tensors) -> None:
-    """Renames block i to i * FAR_IDS wherever it is meant; what names no block stays."""
-    match case.op:
-        case Op.ATTEND:
-            table = tensors["block_table"]
-            table[(table >= 0) & (table < tensors["k_cache"].shape[0])] *= FAR_IDS
-        case Op.WRITE_KV:
-            _spread_slots(tensors["slot_mapping"], case.spec)
-        case Op.RELAYOUT:
-            _spread_slots(tensors["slots"][:, 0], case.source or case.spec)
-            _spread_slots(tensors["slots"][:, 1], case.spec)
-        case Op.COPY_BLOCKS:
-            tensors["pairs"] *= FAR_IDS
-        case Op.GATHER_BLOCKS | Op.SCATTER_BLOCKS:
-            tensors["blocks"] *= FAR_IDS
-
-
-def _spread_slots(slots: torch.Tensor, spec: KernelSpec) -> None:
-    size = spec.block_size
-    slots += torch.where(slots >= 0, slots // size * (FAR_IDS - 1) * size, 0)
-
-
-# --- the args struct's numbers ---------------------------------------------------------------------------------------
-
-
-def _fields(case: Case, tensors: Tensors) -> dict[str, int | float]:
-    """Counts and strides; pointers are the driver's."""
-    fields = _cache_fields(case.spec, tensors, "", ("k_cache", "v_cache"))
-    match case.op:
-        case Op.ATTEND:
-            table = tensors["block_table"]
-            fields |= {"num_tokens": tensors["q"].shape[0], "num_seqs": table.shape[0], "table_width": table.shape[1]}
-            fields |= {"block_table_stride": table.stride(0), "shared_prefix_len": case.shared_prefix_len}
-            fields |= {"scale": case.spec.softmax_scale if case.scale is None else case.scale}
-            if "mask" in tensors:
-                fields |= {"mask_stride_token": tensors["mask"].stride(0), "mask_width": tensors["mask"].shape[1]}
-            rows = {"q": "q", "out": "out", "lse": "lse"}
-        case Op.WRITE_KV:
-            fields |= {"num_tokens": tensors["k"].shape[0]}
-            rows = {"k": "src_k", "v": "src_v", "q": "q", "q_out": "q_out"}
-            if "cos_sin" in tensors:
-                table = tensors["cos_sin"]
-                fields |= {"cos_sin_stride": table.stride(0), "max_positions": table.shape[0], "eps": 1e-6}
-        case Op.RELAYOUT:
-            source = case.source or case.spec
-            fields |= _cache_fields(source, tensors, "source_", ("source_k", "source_v"))
-            fields |= {"num_pairs": tensors["slots"].shape[0]}
-            fields |= {"source_block_size": source.block_size, "source_x": source.kv_layout.x}
-            rows = {}
-        case Op.COPY_BLOCKS:
-            fields, rows = fields | {"num_pairs": tensors["pairs"].shape[0]}, {}
-        case Op.GATHER_BLOCKS | Op.SCATTER_BLOCKS:
-            staging, rows = tensors["staging"], {}
-            fields |= {"num_rows": staging.shape[0], "staging_stride": staging.stride(0)}
-    for name, prefix in rows.items():
-        if name in tensors:
-            fields |= {f"{prefix}_stride_token": tensors[name].stride(0), f"{prefix}_stride_head": tensors[name].stride(1)}
-    return fields
-
-
-def _cache_fields(spec: KernelSpec, tensors: Tensors, prefix: str, names: tuple[str, str]) -> dict[str, int | float]:
-    k_cache, v_cache = (tensors[name] for name in names)
-    fields: dict[str, int | float] = {f"{prefix}num_blocks": k_cache.shape[0]}
-    axes = [f"{prefix}{letter}_stride_{what}" for letter in "kv" for what in ("block", "token", "head", "dim")]
-    fields |= dict(zip(axes, cache_strides(spec.kv_layout, k_cache, v_cache), strict=True))
-    for letter in "kv":
-        name = f"{prefix}{letter}_scale"
-        if spec.kv_scale is KVScale.TOKEN_HEAD:
-            fields |= {f"{name}_stride_{what}": n for what, n in zip(("block", "token", "head"), tensors[name].stride(), strict=True)}
-        elif spec.kv_scale is KVScale.HEAD:
-            fields[f"{name}_stride_head"] = tensors[name].stride(0)
-    return fields
-
-
-# --- running ---------------------------------------------------------------------------------------------------------
 
 
 def run_library(
@@ -252,7 +58,37 @@ def library_outputs(
     ending = _execute(_Program(compile_program(driver_text(op), target), target, library), prepared, timeout)
     if ending.results is None:
         return _report(prepared, ending)
-    return [runs[0].outputs for _, runs in _runs(prepared, ending.results)]
+    return [runs[0].outputs for _, runs in read_runs(prepared, ending.results)]
+
+
+class Sanitizer(StrEnum):
+    """What a kernel can be built with to find what no comparison sees."""
+
+    ADDRESS = "address"
+    UNDEFINED = "undefined"
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """The compiler's arguments; every finding ends the process."""
+        more = ",float-cast-overflow" if self is Sanitizer.UNDEFINED else ""
+        return "-g", "-O1", f"-fsanitize={self.value}{more}", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"
+
+
+def run_sanitized(source: Source, sanitizer: Sanitizer, cases: Sequence[Case], timeout: float) -> CheckReport:
+    """Runs those of `cases` that are of the source's op on a kernel built with a sanitizer and linked with its driver.
+
+    What the sanitizer finds is a RUN_ERROR with its words. Raises BuildError if the compiler has no such sanitizer.
+    """
+    op, target = source.variant.template.op, source.variant.target
+    prepared = prepare(tuple(case for case in cases if case.op is op))
+    with tempfile.TemporaryDirectory(prefix="pagegen-check-") as name:
+        folder = Path(name)
+        (folder / "driver.c").write_text(driver_text(op, linked=True))
+        (folder / "kernel.cpp").write_text(source.text)
+        run_compiler(["-xc", "-std=gnu11", *sanitizer.flags, "-c", "driver.c", "-o", "driver.o"], folder, target)
+        built = ["-std=c++17", "-fopenmp", "-Wall", "-Wextra", *sanitizer.flags, *target.flags]
+        run_compiler([*built, "kernel.cpp", "driver.o", "-o", "driver"], folder, target)
+        return _report(prepared, _execute(_Program(folder / "driver", target), prepared, timeout))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -287,12 +123,14 @@ def _execute(program: _Program, prepared: PreparedCases, timeout: float) -> _End
         except subprocess.TimeoutExpired as error:
             message = f"no answer within {timeout:g} s for the suite"
             return _Ending(None, Status.TIMEOUT, _reached(prepared, error.stdout), message)
-        said = " ".join(done.stderr.decode(errors="replace").split())[-200:]
+        lines = done.stderr.decode(errors="replace").splitlines()
+        found = next((line for line in lines if "SUMMARY" in line), None)  # a sanitizer's one line among hundreds
+        said = " ".join((found or " ".join(lines)).split())[-200:]
         if done.returncode == OUT_OF_RESOURCES:
             raise CheckError(f"the check driver lacks memory or disk ({said}); free some, or point TMPDIR to a larger disk")
         if done.returncode == 0 and done.stdout.endswith(b"done\n"):
             return _Ending(results.read_bytes())
-        message = _ending(done.returncode) + (f" after saying: {said}" if said else "")
+        message = _told(done.returncode) + (f" after saying: {said}" if said else "")
         return _Ending(None, Status.RUN_ERROR, _reached(prepared, done.stdout), message)
 
 
@@ -303,7 +141,7 @@ def _report(prepared: PreparedCases, ending: _Ending) -> CheckReport:
     return CheckReport.of(len(prepared.cases), failures, ending.status)
 
 
-def _ending(code: int) -> str:
+def _told(code: int) -> str:
     if code < 0:
         known = -code in set(signal.Signals)
         return f"killed by {signal.Signals(-code).name if known else f'signal {-code}'}"
@@ -313,6 +151,7 @@ def _ending(code: int) -> str:
 def _environment() -> dict[str, str]:
     """This process's, with OpenMP's own variables replaced: a user's settings must not decide a verdict."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_", "KMP_"))}
+    kept |= {"ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=0"}  # OpenMP's pool is no leak
     return kept | {"OMP_NUM_THREADS": "1", "OMP_DYNAMIC": "false", "OMP_WAIT_POLICY": "passive", "LC_ALL": "C"}
 
 
@@ -321,34 +160,9 @@ def _reached(prepared: PreparedCases, stdout: bytes | None) -> Case:
     return prepared.cases[int(told[-1]) if told else 0]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Run:
-    """What the driver wrote about one run of a case."""
-
-    status: int
-    workspace_bytes: int
-    outputs: Tensors
-
-
-def _runs(prepared: PreparedCases, results: bytes) -> Iterator[tuple[Case, list[_Run]]]:
-    at = 0
-    for case, buffers in zip(prepared.cases, prepared.outputs, strict=True):
-        runs = []
-        for _ in range(RUNS):
-            status, workspace_bytes = struct.unpack_from("2q", results, at)
-            at += 16
-            outputs: Tensors = {}
-            for buffer in buffers if status == 0 else ():
-                name = "q_out" if case.in_place and buffer.field == "q" else buffer.field
-                outputs[name] = _read(buffer, results, at)
-                at += sum(segment.nbytes for segment in buffer.segments())
-            runs.append(_Run(status, workspace_bytes, outputs))
-        yield case, runs
-
-
 def _judge(prepared: PreparedCases, results: bytes) -> Iterator[Failure]:
     verdicts = Verdicts(prepared.cases)
-    for case, runs in _runs(prepared, results):
+    for case, runs in read_runs(prepared, results):
         messages = [_verdict(case, run, verdicts) for run in runs]
         if not any(messages) and any(not torch.equal(*(flat(run.outputs[name]).view(torch.uint8) for run in runs)) for name in runs[0].outputs):
             messages[1] = "gives other bits than the run before"
@@ -358,19 +172,7 @@ def _judge(prepared: PreparedCases, results: bytes) -> Iterator[Failure]:
             yield Failure(case, f"{messages[wrong]}" + ("" if all(messages) else f" (with {where} only)"))
 
 
-def _read(buffer: _Buffer, results: bytes, at: int) -> torch.Tensor:
-    """An output in the geometry of `materialise`."""
-    room = flat(buffer.tensor).clone()
-    made = room.as_strided(buffer.tensor.shape, buffer.tensor.stride())
-    targets = [room] if buffer.stride is None else [flat(block) for block in made]
-    for target in targets:
-        if target.nbytes:
-            target.copy_(torch.frombuffer(bytearray(results[at : at + target.nbytes]), dtype=target.dtype))
-        at += target.nbytes
-    return made
-
-
-def _verdict(case: Case, run: _Run, verdicts: Verdicts) -> str | None:
+def _verdict(case: Case, run: Run, verdicts: Verdicts) -> str | None:
     if run.status == WROTE_OUTSIDE:
         return "wrote outside its tensors or its workspace"
     wanted = case.fault.status if case.fault else 0

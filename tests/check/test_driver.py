@@ -12,7 +12,8 @@ from pagegen.build.cpp import run_compiler
 from pagegen.catalog import variant
 from pagegen.check import Case, CheckReport, check_library, check_variant, quick_suite
 from pagegen.check import driver as driver_module
-from pagegen.check.driver import PreparedCases, driver_text
+from pagegen.check.driver import driver_text
+from pagegen.check.files import PreparedCases
 from pagegen.errors import BuildError, CheckError, ConfigError
 from pagegen.records import Status
 from pagegen.render import Source, render

@@ -22,11 +22,22 @@ import torch
 from .build import cpp
 from .check.compare import check_kernels
 from .errors import BuildError, ConfigError, PackageError, SpecError
-from .kernel import ABI_VERSION, Attend, CopyBlocks, WriteKV
+from .kernel import (
+    ABI_VERSION,
+    NO_ATTEND_EXTRAS,
+    NO_WRITE_EXTRAS,
+    Attend,
+    AttendExtras,
+    CopyBlocks,
+    KVScales,
+    WriteExtras,
+    WriteKV,
+)
 from .paths import cache_dir, write_atomic
 from .records import DispatchTable, phase_of
-from .spec import KernelSpec, Op, parse_slug
+from .spec import PAGED_OPS, KernelSpec, Op, parse_slug
 from .target import Fingerprint, Target, detect, detect_gpu, hardware_fingerprint, is_present, parse_target
+from .transfer import AnyKernel
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -70,6 +81,8 @@ def _fault(manifest: Mapping[str, Any]) -> str | None:
     for name, kind in FIELDS.items():
         if not isinstance(manifest.get(name), kind):
             return f"{name!r} is missing or is no {kind.__name__}"
+    if not isinstance(manifest.get("max_blocks", 1), int):
+        return "'max_blocks' is no int"
     for name in ("hardware", "toolchain"):
         if not isinstance(manifest["fingerprint"].get(name), dict):
             return f"fingerprint has no {name!r}"
@@ -78,7 +91,7 @@ def _fault(manifest: Mapping[str, Any]) -> str | None:
         wrong = [field for field, kind in KERNEL_FIELDS.items() if field not in fields or not isinstance(fields[field], kind)]
         if wrong:
             return f"kernel {name!r}: {wrong[0]!r} is missing or of another type"
-        if entry["op"] not in set(Op) or entry["language"] not in ("cpp", "triton"):
+        if entry["op"] not in PAGED_OPS or entry["language"] not in ("cpp", "triton"):
             return f"kernel {name!r}: op {entry['op']!r} in {entry['language']!r} is not known"
     return None
 
@@ -137,9 +150,10 @@ class PackagedKernels:
         self.name: str = self.manifest["name"]
         self.spec = KernelSpec.from_dict(self.manifest["spec"])
         self.target = parse_target(self.manifest["target"])
-        self.dispatch = {op: self._table(op) for op in Op}
+        self.max_blocks: int | None = self.manifest.get("max_blocks")
+        self.dispatch = {op: self._table(op) for op in PAGED_OPS}
         self._lock = threading.Lock()
-        self._loaded: dict[str, Attend | WriteKV | CopyBlocks] | None = None
+        self._loaded: dict[str, AnyKernel] | None = None
 
     def _table(self, op: Op) -> DispatchTable:
         table, kernels = DispatchTable.from_dict(self.manifest["dispatch"].get(op.value, {})), self.manifest["kernels"]
@@ -170,6 +184,7 @@ class PackagedKernels:
         *,
         scale: float | None = None,
         lse: torch.Tensor | None = None,
+        extras: AttendExtras = NO_ATTEND_EXTRAS,
         max_query_len: int | None = None,
         max_context_len: int | None = None,
     ) -> None:
@@ -178,6 +193,7 @@ class PackagedKernels:
         The two maxima choose the kernel. A CPU batch that comes without `max_context_len` is read for it (microseconds); a
         GPU batch is not, since that would wait for the device, and gets the rows of the table without a bound on it.
         """
+        self._require_room(k_cache)
         seqs = context_lens.shape[0]
         if max_context_len is None and context_lens.device.type == "cpu":
             max_context_len = int(context_lens.max()) if seqs else 0
@@ -193,6 +209,7 @@ class PackagedKernels:
             cu_seqlens_q,
             scale=scale,
             lse=lse,
+            extras=extras,
             max_query_len=max_query_len,
             max_context_len=max_context_len,
         )
@@ -204,13 +221,27 @@ class PackagedKernels:
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
+        *,
+        extras: WriteExtras = NO_WRITE_EXTRAS,
     ) -> None:
         """Scatters new keys and values into the cache."""
-        cast(WriteKV, self._kernels()[self.dispatch[Op.WRITE_KV].fallback])(k, v, k_cache, v_cache, slot_mapping)
+        self._require_room(k_cache)
+        kernel = cast(WriteKV, self._kernels()[self.dispatch[Op.WRITE_KV].fallback])
+        kernel(k, v, k_cache, v_cache, slot_mapping, extras=extras)
 
-    def copy_blocks(self, k_cache: torch.Tensor, v_cache: torch.Tensor, pairs: torch.Tensor) -> None:
+    def copy_blocks(
+        self, k_cache: torch.Tensor, v_cache: torch.Tensor, pairs: torch.Tensor, *, scales: KVScales | None = None
+    ) -> None:
         """Copies whole blocks inside the cache."""
-        cast(CopyBlocks, self._kernels()[self.dispatch[Op.COPY_BLOCKS].fallback])(k_cache, v_cache, pairs)
+        self._require_room(k_cache)
+        cast(CopyBlocks, self._kernels()[self.dispatch[Op.COPY_BLOCKS].fallback])(k_cache, v_cache, pairs, scales=scales)
+
+    def _require_room(self, k_cache: torch.Tensor) -> None:
+        if self.max_blocks is not None and len(k_cache) > self.max_blocks:
+            raise PackageError(
+                f"package {self.name}: the cache has {len(k_cache)} blocks, and indices are proven to fit up to {self.max_blocks} "
+                "(max_blocks in its manifest); use fewer blocks, or larger ones"
+            )
 
     def default_kernels(self) -> OpKernels:
         """The untuned default, which is every table's fallback: what a bench compares the winners with."""
@@ -226,7 +257,7 @@ class PackagedKernels:
         """
         self._kernels()
 
-    def _kernels(self) -> dict[str, Attend | WriteKV | CopyBlocks]:
+    def _kernels(self) -> dict[str, AnyKernel]:
         if self._loaded is None:
             with self._lock:
                 if self._loaded is None:
@@ -260,7 +291,7 @@ class PackagedKernels:
                 f"`{tune_command(self.spec, self.target, self.folder)}`"
             )
 
-    def _load(self, name: str) -> Attend | WriteKV | CopyBlocks:
+    def _load(self, name: str) -> AnyKernel:
         entry = self.manifest["kernels"][name]
         op, text = Op(entry["op"]), self._verified(entry["source"]).read_text()
         if entry["language"] == "triton":
@@ -296,7 +327,7 @@ class PackagedKernels:
         if record and record.exists():
             return
         fallback, *winners = self.dispatch[Op.ATTEND].kernels
-        for name, ops in ((fallback, tuple(Op)), *((winner, (Op.ATTEND,)) for winner in winners)):
+        for name, ops in ((fallback, PAGED_OPS), *((winner, (Op.ATTEND,)) for winner in winners)):
             report = check_kernels(self._with_attend(name, kernels), "quick", ops, device=self.device)
             if not report.passed:
                 raise PackageError(

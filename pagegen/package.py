@@ -30,23 +30,37 @@ from types import CodeType, ModuleType
 from typing import Any, cast
 
 import jinja2
+import torch
 
 from pagegen import __version__, errors
 from pagegen.build.cpp import file_sha256
 from pagegen.catalog import variant
 from pagegen.errors import PackageError, PagegenError, RenderError
 from pagegen.explain import explain
-from pagegen.kernel import ABI_VERSION, Attend, CopyBlocks, PagedKernels, WriteKV
+from pagegen.kernel import (
+    ABI_VERSION,
+    NO_ATTEND_EXTRAS,
+    NO_WRITE_EXTRAS,
+    Attend,
+    AttendExtras,
+    CopyBlocks,
+    KVScales,
+    PagedKernels,
+    WriteExtras,
+    WriteKV,
+)
 from pagegen.loader import FORMAT, MANIFEST, fingerprint, read_manifest
+from pagegen.offsets import max_blocks
 from pagegen.paths import package_cache
 from pagegen.records import DispatchTable
 from pagegen.render import Source, environment, render
-from pagegen.spec import KernelSpec, Op
+from pagegen.spec import PAGED_OPS, KernelSpec, Op
 from pagegen.target import Fingerprint, Target, hardware_fingerprint, is_present, parse_target
 
 VENDORED = (
-    *("errors.py", "paths.py", "spec.py", "target.py", "space.py", "records.py", "kernel.py", "reference.py"),
-    *("build/cpp.py", "build/triton.py", "check/suite.py", "check/tensors.py", "check/compare.py", "explain.py", "loader.py"),
+    *("errors.py", "expression.py", "paths.py", "spec.py", "target.py", "space.py", "records.py", "kernel.py", "transfer.py", "reference.py"),
+    *("build/cpp.py", "build/triton.py", "explain.py", "loader.py"),
+    *(f"check/{name}.py" for name in ("case", "suite", "pool", "tensors", "tolerance", "compare")),
     *("tuning/measure.py", "tuning/workload.py", "tuning/baselines.py"),
 )
 RENDERED = {
@@ -91,9 +105,57 @@ class KernelPackage:
         return self._default
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _ForeignKernels:
+    """`PagedKernels` of a package's own code, which may be older than extras: they are passed on only if there are any."""
+
+    spec: KernelSpec
+    kernels: Any
+
+    def attend(
+        self,
+        out: torch.Tensor,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        block_table: torch.Tensor,
+        context_lens: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        *,
+        scale: float | None = None,
+        lse: torch.Tensor | None = None,
+        extras: AttendExtras = NO_ATTEND_EXTRAS,
+        max_query_len: int | None = None,
+        max_context_len: int | None = None,
+    ) -> None:
+        arguments = (out, q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q)
+        given = {} if extras is NO_ATTEND_EXTRAS else {"extras": extras}
+        hints = {"max_query_len": max_query_len, "max_context_len": max_context_len}
+        self.kernels.attend(*arguments, scale=scale, lse=lse, **hints, **given)
+
+    def write_kv(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        *,
+        extras: WriteExtras = NO_WRITE_EXTRAS,
+    ) -> None:
+        given = {} if extras is NO_WRITE_EXTRAS else {"extras": extras}
+        self.kernels.write_kv(k, v, k_cache, v_cache, slot_mapping, **given)
+
+    def copy_blocks(
+        self, k_cache: torch.Tensor, v_cache: torch.Tensor, pairs: torch.Tensor, *, scales: KVScales | None = None
+    ) -> None:
+        given = {} if scales is None else {"scales": scales}
+        self.kernels.copy_blocks(k_cache, v_cache, pairs, **given)
+
+
 def package_name(spec: KernelSpec, target: Target) -> str:
     """The import name, such as `pagegen_bf16_d64_h9x3_b16_nhd_cpu_avx512`."""
-    return f"pagegen_{spec.slug}_{target.slug}".lower().replace("-", "_")
+    return f"pagegen_{spec.slug}_{target.slug}".lower().replace("-", "_").replace(".", "p")
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------
@@ -126,9 +188,10 @@ def write_package(
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "spec": spec.to_dict(),
         "target": target.name,
+        "max_blocks": max_blocks(spec),
         "fingerprint": {"hardware": dict(made_on.hardware), "toolchain": dict(made_on.toolchain)},
         "kernels": {key: _entry(key, packaged) for key, packaged in kernels.items()},
-        "dispatch": {op.value: dispatch[op].to_dict() for op in Op},
+        "dispatch": {op.value: dispatch[op].to_dict() for op in PAGED_OPS},
         "evidence": dict(evidence),
     }
     with _staged(out / name) as root:
@@ -198,9 +261,9 @@ def _check_dispatch(
             raise PackageError(f"kernel {name} is {made_of.name}; the package is for {target.name} {spec.slug}")
         if not name.isidentifier():
             raise PackageError(f"kernel name {name!r} is no identifier; it names files and rows of the dispatch table")
-    for op in Op:
+    for op in PAGED_OPS:
         if op not in dispatch:
-            raise PackageError(f"the package has no dispatch table for {op.value}; allowed is one for each of {', '.join(Op)}")
+            raise PackageError(f"the package has no dispatch table for {op.value}; allowed is one for each of {', '.join(PAGED_OPS)}")
         if op is not Op.ATTEND and dispatch[op].rows:
             raise PackageError(f"{op.value} is not dispatched by batch; leave the rows of its table empty")
         for name in dispatch[op].kernels:
@@ -223,7 +286,7 @@ def _entry(name: str, packaged: Packaged) -> dict[str, Any]:
 
 def _digest(kernels: Mapping[str, Packaged], dispatch: Mapping[Op, DispatchTable]) -> str:
     """Short content hash: packages that behave differently have different versions."""
-    content = [{name: packaged.source.key for name, packaged in kernels.items()}, {op: dispatch[op].to_dict() for op in Op}]
+    content = [{name: packaged.source.key for name, packaged in kernels.items()}, {op: dispatch[op].to_dict() for op in PAGED_OPS}]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:8]
 
 
@@ -293,15 +356,17 @@ def load_package(path: str | Path) -> KernelPackage:
     _require_owned(folder)
     _require_whole(folder, manifest)
     module = _import(folder)
+    spec = KernelSpec.from_dict(manifest["spec"])
+    kernels = _ForeignKernels(spec, module)
     return KernelPackage(
-        spec=KernelSpec.from_dict(manifest["spec"]),
+        spec=spec,
         target=parse_target(manifest["target"]),
         path=folder,
         manifest=manifest,
-        attend=module.attend,
-        write_kv=module.write_kv,
-        copy_blocks=module.copy_blocks,
-        _default=module.default_kernels(),
+        attend=kernels.attend,
+        write_kv=kernels.write_kv,
+        copy_blocks=kernels.copy_blocks,
+        _default=_ForeignKernels(spec, module.default_kernels()),
     )
 
 

@@ -30,6 +30,7 @@ class Target:
     lanes: int = 1  # fp32 lanes of a SIMD register (CPU)
     flags: tuple[str, ...] = ()  # for g++ and clang++ (CPU)
     needs: frozenset[str] = frozenset()  # cpuinfo flags without which its code faults (CPU)
+    machine: str = ""  # as platform.machine() says it (CPU)
     warp_size: int = 32
     shared_memory: int = 0  # bytes one thread block may use (GPU)
     registers: int = 0  # 32-bit registers of one multiprocessor (GPU)
@@ -46,8 +47,8 @@ class Target:
         return self.name.replace(":", "-")
 
 
-def _cpu(arch: str, lanes: int, flags: str, needs: str) -> Target:
-    return Target("cpu", arch, lanes, tuple(flags.split()), frozenset(needs.split()))
+def _cpu(arch: str, lanes: int, flags: str, needs: str, machine: str = "x86_64") -> Target:
+    return Target("cpu", arch, lanes, tuple(flags.split()), frozenset(needs.split()), machine)
 
 
 def _cuda(arch: str, shared_kib: int, max_threads: int) -> Target:
@@ -60,13 +61,12 @@ def _hip(arch: str, warp_size: int, lds_kib: int, max_threads: int, registers: i
     return Target("hip", arch, warp_size=warp_size, shared_memory=lds_kib * 1024, registers=registers, max_threads=max_threads)
 
 
-_X86 = platform.machine() in ("x86_64", "AMD64")
-
 TARGETS: tuple[Target, ...] = (
     # An ISA: templates/cpp/simd/<arch>.h.jinja and a row here, best first.
     _cpu("avx512", 16, "-march=x86-64-v4 -mprefer-vector-width=512", "avx512f avx512bw avx512cd avx512dq avx512vl avx2 fma f16c"),
     _cpu("avx2", 8, "-march=x86-64-v3", "avx2 fma f16c"),
     _cpu("scalar", 8, "-march=x86-64", ""),
+    _cpu("neon", 4, "-march=armv8-a", "", "aarch64"),
     _cuda("sm_80", 163, 2048),
     _cuda("sm_86", 99, 1536),
     _cuda("sm_89", 99, 1536),
@@ -138,11 +138,16 @@ def best_target() -> Target:
 
 
 def best_cpu() -> Target:
-    """The widest ISA this CPU runs. Raises ConfigError on a processor that is not x86-64."""
+    """The widest ISA this CPU runs. Raises ConfigError on a processor that is neither x86-64 nor AArch64."""
     hardware = detect()
     if not hardware.isa:
-        raise ConfigError(f"CPU kernels need Linux on x86-64, this is {platform.system()} on {platform.machine()}")
+        raise ConfigError(f"CPU kernels need Linux on x86-64 or AArch64, this is {platform.system()} on {platform.machine()}")
     return parse_target(f"cpu:{hardware.isa[0]}")
+
+
+def is_native(target: Target) -> bool:
+    """Whether this machine's own compiler makes code for a CPU target; others take a cross compiler (build/cpp.py)."""
+    return target.machine == platform.machine()
 
 
 def is_present(target: Target) -> bool:
@@ -180,7 +185,7 @@ def detect() -> Hardware:
     """Reads this machine from /proc, /sys and the container's cgroup."""
     info = _read(Path("/proc/cpuinfo"))
     flags = set(_first(r"^flags\s*:\s*(.*)$", info).split())
-    isa = tuple(t.arch for t in TARGETS if t.kind == "cpu" and _X86 and t.needs <= flags)
+    isa = tuple(t.arch for t in TARGETS if t.kind == "cpu" and is_native(t) and t.needs <= flags)
     return Hardware(
         device=_first(r"^model name\s*:\s*(.*)$", info) or platform.machine(),
         isa=isa if platform.system() == "Linux" else (),

@@ -19,9 +19,11 @@ PACKAGE = ROOT / "pagegen"
 # stands below reference, which is written against it; nothing of it knows a template.
 RANKS: tuple[tuple[str, ...], ...] = (
     ("errors", "paths"),
+    ("expression",),
     ("spec", "target"),
     ("space", "records", "kernel"),
-    ("reference",),
+    ("transfer",),
+    ("reference", "offsets"),
     ("catalog",),
     ("render",),
     ("build", "resources"),

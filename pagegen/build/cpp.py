@@ -1,5 +1,5 @@
 """C++ text to a loaded kernel (and C text to a program): compile once per (text, flags, compiler), publish whole, verify
-before loading.
+before loading. A CPU target that is not this machine's is compiled by a cross compiler, and runs in an emulator if at all.
 
 Check, lock, check again, build, rename: a killed build leaves nothing that a later one trusts, and the kernel releases
 its lock. Vendored into every kernel package, which rebuilds a missing binary with it.
@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import BuildError, ConfigError, KernelError
-from ..kernel import ABI_VERSION, CPP_KERNELS, CppAttend, CppCopyBlocks, CppWriteKV
+from ..kernel import ABI_VERSION, CppAttend, CppCopyBlocks, CppWriteKV
 from ..paths import compiler_override, kernel_cache, lock_of, locked, remove_entry
 from ..spec import KernelSpec, Op
-from ..target import Target
+from ..target import Target, is_native
+from ..transfer import CppGatherBlocks, CppRelayout, CppScatterBlocks
 
 # -fno-math-errno and no-trapping let loops vectorise; infinities and NaN keep their IEEE meaning (no -ffast-math).
 FLAGS = (
@@ -36,6 +37,8 @@ FLAGS = (
     "-fno-trapping-math",
     "-ffp-contract=fast",
 )
+AnyCppKernel = CppAttend | CppWriteKV | CppCopyBlocks | CppGatherBlocks | CppScatterBlocks | CppRelayout
+
 CACHE_ENTRIES = 4000  # builds kept, at about 100 kB each; several long tuning runs
 COMPILE_TIMEOUT = 300  # seconds; a template of ours takes a few
 ATTEMPTS = 5  # at an entry that others remove while it is built or loaded
@@ -55,8 +58,13 @@ _LIBRARY = _Product("kernel.cpp", "kernel.so", ("-shared", *FLAGS))
 _PROGRAM = _Product("driver.c", "driver", ("-xc", "-std=gnu11", "-O1", "-g", "-Wall", "-Wextra", "-Werror"), ("-ldl",))
 
 
-def compiler() -> str:
-    """The C++ compiler's path: $PAGEGEN_CXX, else g++, else clang++. Raises BuildError if there is none."""
+def compiler(target: Target | None = None) -> str:
+    """The C++ compiler's path: $PAGEGEN_CXX, else g++, else clang++; for a foreign `target` the cross compiler.
+
+    Raises BuildError if there is none.
+    """
+    if target is not None and not is_native(target):
+        return cross_compiler(target)
     override = compiler_override()
     names = (override,) if override else ("g++", "clang++")
     for name in names:
@@ -67,6 +75,28 @@ def compiler() -> str:
         f"no C++ compiler: looked for {' and '.join(names)}; install g++ (Debian, Ubuntu: apt-get install g++) "
         "or set PAGEGEN_CXX to one"
     )
+
+
+def cross_compiler(target: Target) -> str:
+    """The path of GCC for a foreign CPU target, by the name that Debian gives it. Raises BuildError if there is none."""
+    name = f"{target.machine}-linux-gnu-g++"
+    if path := shutil.which(name):
+        return path
+    package = f"g++-{target.machine.replace('_', '-')}-linux-gnu"
+    raise BuildError(f"no cross compiler for {target.name}: looked for {name}; install it (Debian, Ubuntu: apt-get install {package})")
+
+
+def emulator(target: Target) -> tuple[str, ...]:
+    """What stands before a command built for `target`: nothing on its own machine, else QEMU with Debian's libraries.
+
+    Raises BuildError if there is no emulator.
+    """
+    if is_native(target):
+        return ()
+    name = f"qemu-{target.machine}"
+    if path := shutil.which(name) or shutil.which(f"{name}-static"):
+        return path, "-L", f"/usr/{target.machine}-linux-gnu"
+    raise BuildError(f"no emulator for {target.name}: looked for {name}; install it (Debian, Ubuntu: apt-get install qemu-user)")
 
 
 @functools.cache
@@ -150,7 +180,7 @@ def _last_use(folder: Path) -> float:
 
 
 def _key(product: _Product, text: str, target: Target) -> str:
-    parts = (text, *product.flags, *target.flags, compiler_version(compiler()), str(ABI_VERSION))
+    parts = (text, *product.flags, *target.flags, compiler_version(compiler(target)), str(ABI_VERSION))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
 
@@ -180,17 +210,22 @@ def _build(product: _Product, text: str, target: Target, folder: Path) -> None:
         work = Path(name) / "entry"
         work.mkdir()
         (work / product.source).write_text(text, encoding="utf-8")
-        run_compiler([*product.flags, *target.flags, product.source, "-o", product.output, *product.libraries], work)
-        record = {"sha256": file_sha256(work / product.output), "target": target.name, "compiler": compiler_version(compiler())}
+        arguments = [*product.flags, *target.flags, product.source, "-o", product.output, *product.libraries]
+        run_compiler(arguments, work, target)
+        made_by = compiler_version(compiler(target))
+        record = {"sha256": file_sha256(work / product.output), "target": target.name, "compiler": made_by}
         (work / "build.json").write_text(json.dumps(record, indent=1))
         if folder.exists():  # damaged
             folder.rename(Path(name) / "damaged")
         work.rename(folder)
 
 
-def run_compiler(arguments: list[str], folder: Path) -> None:
-    """Runs the compiler in `folder`; `arguments` name the output with -o. Raises BuildError: one line, the log attached."""
-    path = compiler()
+def run_compiler(arguments: list[str], folder: Path, target: Target | None = None) -> None:
+    """Runs the compiler (for `target`) in `folder`; `arguments` name the output with -o.
+
+    Raises BuildError: one line, the log attached.
+    """
+    path = compiler(target)
     try:
         result = _run([path, *arguments], COMPILE_TIMEOUT, folder)
     except subprocess.TimeoutExpired:
@@ -205,12 +240,22 @@ def run_compiler(arguments: list[str], folder: Path) -> None:
         raise BuildError(f"{path} ended well but wrote nothing, as no C++ compiler does; set PAGEGEN_CXX to one")
 
 
-def load(path: Path, spec: KernelSpec, op: Op) -> CppAttend | CppWriteKV | CppCopyBlocks:
+CPP_KERNELS: dict[Op, type[AnyCppKernel]] = {
+    Op.ATTEND: CppAttend,
+    Op.WRITE_KV: CppWriteKV,
+    Op.COPY_BLOCKS: CppCopyBlocks,
+    Op.GATHER_BLOCKS: CppGatherBlocks,
+    Op.SCATTER_BLOCKS: CppScatterBlocks,
+    Op.RELAYOUT: CppRelayout,
+}
+
+
+def load(path: Path, spec: KernelSpec, op: Op) -> AnyCppKernel:
     """A built library as the callable for `op`."""
     return CPP_KERNELS[op](path, spec, op)
 
 
-def build(text: str, target: Target, spec: KernelSpec, op: Op) -> CppAttend | CppWriteKV | CppCopyBlocks:
+def build(text: str, target: Target, spec: KernelSpec, op: Op) -> AnyCppKernel:
     """`compile_library` and `load`, even if another process clears the cache in between."""
     for _ in range(ATTEMPTS - 1):
         library = compile_library(text, target)

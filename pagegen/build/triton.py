@@ -20,7 +20,18 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from ..errors import BuildError, CheckError
-from ..kernel import TORCH_DTYPES, allocate_cache, check_attend, check_copy_blocks, check_write_kv
+from ..kernel import (
+    NO_ATTEND_EXTRAS,
+    NO_WRITE_EXTRAS,
+    TORCH_DTYPES,
+    AttendExtras,
+    KVScales,
+    WriteExtras,
+    allocate_cache,
+    check_attend,
+    check_copy_blocks,
+    check_write_kv,
+)
 from ..paths import kernel_cache, write_atomic
 from ..spec import KernelSpec, Op
 from ..target import Target
@@ -101,10 +112,11 @@ class TritonAttend(TritonKernel):
         *,
         scale: float | None = None,
         lse: torch.Tensor | None = None,
+        extras: AttendExtras = NO_ATTEND_EXTRAS,
         max_query_len: int | None = None,
         max_context_len: int | None = None,
     ) -> None:
-        check_attend(self.spec, out, q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, lse)
+        check_attend(self.spec, out, q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, lse, extras)
         scale = self.spec.softmax_scale if scale is None else scale
         with self._device(q):
             self._launch(out, q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, scale, lse)
@@ -120,8 +132,10 @@ class TritonWriteKV(TritonKernel):
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
+        *,
+        extras: WriteExtras = NO_WRITE_EXTRAS,
     ) -> None:
-        check_write_kv(self.spec, k, v, k_cache, v_cache, slot_mapping)
+        check_write_kv(self.spec, k, v, k_cache, v_cache, slot_mapping, extras)
         with self._device(k):
             self._launch(k, v, k_cache, v_cache, slot_mapping)
 
@@ -129,8 +143,10 @@ class TritonWriteKV(TritonKernel):
 class TritonCopyBlocks(TritonKernel):
     """`CopyBlocks` on a generated module."""
 
-    def __call__(self, k_cache: torch.Tensor, v_cache: torch.Tensor, pairs: torch.Tensor) -> None:
-        check_copy_blocks(self.spec, k_cache, v_cache, pairs)
+    def __call__(
+        self, k_cache: torch.Tensor, v_cache: torch.Tensor, pairs: torch.Tensor, *, scales: KVScales | None = None
+    ) -> None:
+        check_copy_blocks(self.spec, k_cache, v_cache, pairs, scales)
         with self._device(k_cache):
             self._launch(k_cache, v_cache, pairs)
 

@@ -51,8 +51,22 @@ _FIELD_HELP = {
     "causal": "A query sees no later key.",
     "scale": "Softmax scale, if it is not head_dim ** -0.5.",
     "lse": "Also write the log-sum-exp.",
+    "kv_scale": "Scales of a quantised KV cache: tensor, head, token_head.",
+    "kv_zero": "Quantised values have zero points.",
+    "v_in_k": "MLA: V is the first head_dim_v dims of K.",
+    "window": "Keys that a query sees to its left, its own included.",
+    "window_right": "Keys that it sees to its right.",
+    "soft_cap": "Scores become cap * tanh(score / cap).",
+    "alibi": "Scores get a slope times the distance.",
+    "sinks": "Each query head has one more logit, whose value is 0.",
+    "mask": "A boolean mask beside causal and window.",
+    "score_mod": "An expression over score, q_idx, k_idx and head.",
+    "deterministic": "A row's bits depend on its own sequence alone.",
+    "rope": "write_kv rotates q and k first: neox or interleaved.",
+    "rotary_dim": "Dims that are rotated, if fewer than head_dim.",
+    "qk_norm": "write_kv applies RMSNorm to q and k before it rotates them.",
 }
-_SAME_AS = {"kv_dtype": "dtype", "head_dim_v": "head_dim"}  # fields that follow another one unless they are named
+_SAME_AS = {"kv_dtype": "dtype", "head_dim_v": "head_dim", "rotary_dim": "head_dim"}  # fields that follow another one unless they are named
 
 
 def spec_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -105,9 +105,10 @@ def load(model: str, options: EngineOptions) -> Launched:
     from pagegen.runtime.engine import EngineConfig
     from pagegen.runtime.launcher import launch
     from pagegen.runtime.scheduler import Preemption
+    from pagegen.spec import FLOATS
 
-    if options.dtype not in set(DType):
-        raise ConfigError(f"--dtype {options.dtype} is not known; allowed: {', '.join(DType)}")
+    if options.dtype not in FLOATS:
+        raise ConfigError(f"--dtype {options.dtype} is not known; allowed: {', '.join(FLOATS)}")
     if options.preemption not in set(Preemption):
         raise ConfigError(f"--preemption {options.preemption} is not known; allowed: {', '.join(Preemption)}")
     no_swap_space = options.swap_space is not None and options.swap_space.strip() == "0"

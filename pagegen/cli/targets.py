@@ -61,7 +61,7 @@ def _compiler(target: Target) -> tuple[str | None, str | None]:
         from pagegen.build.cpp import compiler, compiler_version
 
         try:
-            return compiler_version(compiler()), None
+            return compiler_version(compiler(target)), None
         except BuildError as error:
             return None, str(error)
     if importlib.util.find_spec("triton") is None:

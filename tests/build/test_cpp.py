@@ -73,7 +73,7 @@ def source(op: Op = Op.WRITE_KV, spec: KernelSpec = SPEC) -> Source:
 def check_write(kernels_source: Source) -> None:
     k_cache, v_cache = allocate_cache(SPEC, 2)
     k, v = torch.randn(2, 1, 8), torch.randn(2, 1, 8)
-    build(kernels_source)(k, v, k_cache, v_cache, torch.tensor([4, -1]))  # type: ignore[call-arg]
+    build(kernels_source)(k, v, k_cache, v_cache, torch.tensor([4, -1]))  # type: ignore[call-arg, arg-type]
     assert torch.equal(k_cache[1, 1], k[0]) and torch.equal(v_cache[1, 1], v[0])
     assert int(k_cache.count_nonzero()) == 8  # -1 wrote nothing
 

@@ -30,6 +30,8 @@ enum {
   PG_E_CONTEXT = 4,    /* a context length is negative or beyond the block table */
   PG_E_BLOCK_ID = 5,   /* a block id that is needed lies outside the cache */
   PG_E_SLOT = 6,       /* a slot is below -1 or outside the cache */
+  PG_E_PREFIX = 7,     /* shared_prefix_len exceeds a context, or the tables do not begin alike */
+  PG_E_POSITION = 8,   /* a position lies outside cos_sin */
 };
 
 typedef struct pg_attend_args {
@@ -53,6 +55,14 @@ typedef struct pg_attend_args {
   int64_t block_table_stride;
   float scale;
   int32_t num_threads;
+  const float *k_scale, *v_scale, *k_zero, *v_zero; /* of a quantised cache: (stored - zero) * scale */
+  int64_t k_scale_stride_block, k_scale_stride_token, k_scale_stride_head; /* 0 where one scale serves all */
+  int64_t v_scale_stride_block, v_scale_stride_token, v_scale_stride_head;
+  const float* alibi_slopes;   /* [q_heads] */
+  const float* sinks;          /* [q_heads] */
+  const uint8_t* mask;         /* [num_tokens, mask_width]: column j is key context - mask_width + j */
+  int64_t mask_stride_token, mask_width;
+  int64_t shared_prefix_len;   /* tokens that all sequences share, a multiple of the block size; 0: none */
 } pg_attend_args;
 
 typedef struct pg_write_kv_args {
@@ -67,6 +77,17 @@ typedef struct pg_write_kv_args {
   int64_t k_stride_block, k_stride_token, k_stride_head, k_stride_dim;
   int64_t v_stride_block, v_stride_token, v_stride_head, v_stride_dim;
   int32_t num_threads, reserved;
+  const float *k_scale, *v_scale, *k_zero, *v_zero; /* of a quantised cache: (stored - zero) * scale */
+  int64_t k_scale_stride_block, k_scale_stride_token, k_scale_stride_head; /* 0 where one scale serves all */
+  int64_t v_scale_stride_block, v_scale_stride_token, v_scale_stride_head;
+  const void* q;               /* [num_tokens, q_heads, head_dim]; with rope */
+  void* q_out;                 /* the same shape; may be q */
+  const int64_t* positions;    /* [num_tokens] */
+  const float* cos_sin;        /* [max_positions, rotary_dim]: cosines, then sines */
+  const float *q_weight, *k_weight; /* [head_dim]; with q/k norm */
+  int64_t q_stride_token, q_stride_head, q_out_stride_token, q_out_stride_head, cos_sin_stride, max_positions;
+  float eps;
+  int32_t reserved2;
 } pg_write_kv_args;
 
 typedef struct pg_copy_blocks_args {
@@ -78,6 +99,9 @@ typedef struct pg_copy_blocks_args {
   int64_t k_stride_block, k_stride_token, k_stride_head, k_stride_dim;
   int64_t v_stride_block, v_stride_token, v_stride_head, v_stride_dim;
   int32_t num_threads, reserved;
+  const float *k_scale, *v_scale, *k_zero, *v_zero; /* of a quantised cache: (stored - zero) * scale */
+  int64_t k_scale_stride_block, k_scale_stride_token, k_scale_stride_head; /* 0 where one scale serves all */
+  int64_t v_scale_stride_block, v_scale_stride_token, v_scale_stride_head;
 } pg_copy_blocks_args;
 
 #ifdef __cplusplus

@@ -60,6 +60,7 @@ class Engine:
             raise ConfigError(
                 f"max_model_len={config.max_model_len} exceeds the model's {model_limit} positions; lower max_model_len"
             )
+        self.config = config
         self.model = model
         self.kernels = kernels
         self.tokenizer = tokenizer

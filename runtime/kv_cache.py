@@ -11,6 +11,7 @@ import torch
 
 from pagegen.errors import ConfigError
 from pagegen.kernel import PagedKernels, allocate_cache
+from pagegen.runtime.memory import free_bytes
 from pagegen.spec import KernelSpec
 
 MAX_BLOCKS = 2**31 - 1  # block tables hold 32-bit numbers
@@ -22,7 +23,7 @@ def block_bytes(spec: KernelSpec, num_layers: int) -> int:
 
 
 class KVCache:
-    """Zeroed K and V of `num_blocks` blocks for each layer. On a CPU the pages cost memory once they are written."""
+    """Zeroed K and V of `num_blocks` blocks for each layer. Raises ConfigError if there is no memory for them."""
 
     def __init__(self, spec: KernelSpec, num_layers: int, num_blocks: int, device: str | torch.device = "cpu") -> None:
         self.spec = spec
@@ -32,13 +33,17 @@ class KVCache:
             raise ConfigError(
                 f"a KV pool of {num_blocks} blocks is not possible; allowed: up to {MAX_BLOCKS}; lower num_blocks"
             )
+        too_much = (
+            f"a KV pool of {num_blocks} blocks takes {num_blocks * self.block_bytes / 2**20:.0f} MiB, "
+            f"more than {device} has free; lower num_blocks or kv_cache_bytes"
+        )
+        free = free_bytes() if str(device) == "cpu" else None  # a host lets a process take more, and then kills it
+        if free is not None and num_blocks * self.block_bytes > free:
+            raise ConfigError(too_much)
         try:
             self.layers = tuple(allocate_cache(spec, num_blocks, device) for _ in range(num_layers))
         except RuntimeError as error:  # torch's out of memory
-            raise ConfigError(
-                f"a KV pool of {num_blocks} blocks takes {num_blocks * self.block_bytes / 2**20:.0f} MiB, "
-                f"more than {device} has free; lower num_blocks or kv_cache_bytes"
-            ) from error
+            raise ConfigError(too_much) from error
 
     def copy_blocks(self, kernels: PagedKernels, copies: Iterable[tuple[int, int]]) -> None:
         """Copies blocks (source, destination) in every layer, as if one after the other."""

@@ -89,7 +89,7 @@ class Scheduler:
         self.memory = memory
         limits = Limits(config.max_num_seqs, config.max_num_batched_tokens)
         self.policy = find_policy(config.policy)(limits, config.preemption)
-        self.pool = RequestPool(memory, self.policy.preemption, self._measure if costs else None)
+        self.pool = RequestPool(memory, self.policy.preemption, self._measure)
         self.groups: dict[str, SequenceGroup] = {}  # that have not ended and left
         self.preemption_costs: PreemptionCosts | None = None
         self.num_deadlocks = 0
@@ -247,9 +247,8 @@ class Scheduler:
         if self._recorder:
             self._recorder(event)
 
-    def _measure(self) -> PreemptionCosts:
-        if self.preemption_costs is None:
-            assert self._costs is not None
+    def _measure(self) -> PreemptionCosts | None:
+        if self.preemption_costs is None and self._costs is not None:
             self.preemption_costs = self._costs()
             self._record(Measured(self.preemption_costs))
         return self.preemption_costs

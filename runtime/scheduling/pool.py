@@ -32,7 +32,7 @@ class RequestPool:
     """Owner of the queues. `running` is sorted by rank; what `waiting` holds was never started, or was preempted."""
 
     def __init__(
-        self, memory: MemoryPolicy, preemption: Preemption, costs: Callable[[], PreemptionCosts] | None = None
+        self, memory: MemoryPolicy, preemption: Preemption, costs: Callable[[], PreemptionCosts | None]
     ) -> None:
         self.memory = memory
         self.preemption = preemption
@@ -199,13 +199,15 @@ class RequestPool:
         self.waiting.push(victim)
 
     def _way_back(self, victim: SequenceGroup) -> Preemption:
-        if self.preemption is not Preemption.AUTO or self.costs is None:
+        if self.preemption is not Preemption.AUTO:
             return self.preemption
+        if (costs := self.costs()) is None:
+            return Preemption.RECOMPUTE
         blocks = {block for seq_id in victim.active_ids for block in self.memory.block_table(seq_id)}
         computed = [sequence.num_computed_tokens for sequence in victim.active]
         shared = victim.prompt_len if victim.forked else 0  # is computed once for all
         num_tokens = sum(computed) - shared * (len(computed) - 1)
-        return self.costs().cheaper(len(blocks), num_tokens)
+        return costs.cheaper(len(blocks), num_tokens)
 
     def fork(self, parent: Sequence, index: int) -> Sequence:
         """A new live sequence with the parent's tokens and blocks. Its group is to be computed in step from now on."""

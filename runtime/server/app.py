@@ -184,6 +184,7 @@ def create_app(
             "status": status,
             "running": stats.num_running,
             "waiting": stats.num_waiting,
+            "waiting_for": dict(stats.wait_reasons),
             "kv_blocks_used": stats.num_used_blocks,
             "kv_blocks": stats.num_blocks,
         }

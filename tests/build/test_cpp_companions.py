@@ -14,7 +14,9 @@ import pytest
 import torch
 
 from pagegen.build import build
+from pagegen.build.cpp import compile_library
 from pagegen.catalog import variant
+from pagegen.check import check_library, quick_suite
 from pagegen.errors import KernelError
 from pagegen.kernel import (
     TORCH_DTYPES,
@@ -25,7 +27,7 @@ from pagegen.kernel import (
 )
 from pagegen.reference import ReferenceKernels, scale_tensors
 from pagegen.render import render
-from pagegen.spec import KernelSpec, KVLayout, Op, parse_slug
+from pagegen.spec import DType, KernelSpec, KVLayout, Op, parse_slug
 from pagegen.target import Target, best_cpu, parse_target
 from pagegen.transfer import allocate_staging, block_bytes
 
@@ -227,6 +229,14 @@ def test_a_position_outside_the_table_is_refused_before_anything_is_written() ->
         with pytest.raises(KernelError, match="positions lie outside cos_sin"):
             write_kv(k, v, made.k, made.v, slots, extras=extras)
         assert_same_bits(made, untouched)
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.arch)
+def test_a_tail_narrower_than_a_vector_is_not_read_past(target: Target) -> None:
+    """GCC 12 loads whole where a masked load's other lanes are not used; the gate's guard pages tell."""
+    spec = KernelSpec(14, 2, 128, DType.FP32, kv_dtype=DType.INT4, head_dim_v=8, block_size=3)
+    library = compile_library(render(variant(Op.WRITE_KV, spec, target)).text, target)
+    assert check_library(library, Op.WRITE_KV, target, quick_suite(spec)).reason == ""
 
 
 def test_a_row_of_zeros_reads_back_as_zeros_and_large_fp8_saturates() -> None:

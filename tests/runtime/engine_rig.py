@@ -16,6 +16,7 @@ from pagegen.runtime.models import CausalLM
 from pagegen.runtime.models.config import ModelConfig
 from pagegen.runtime.sampling_params import SamplingParams
 from pagegen.runtime.scheduler import Preemption
+from pagegen.runtime.scheduling.events import SchedulerEvent
 from pagegen.runtime.tokenizer import Tokenizer
 from pagegen.runtime.weights.resolve import resolve_model
 from pagegen.spec import DType
@@ -62,6 +63,7 @@ def make_engine(
     memory_policy: str = "paged",
     preemption: str = "recompute",
     prefix_cache: bool = True,
+    recorder: Callable[[SchedulerEvent], None] | None = None,
 ) -> Engine:
     model = model or ScriptedModel(counting)
     config = EngineConfig(
@@ -76,7 +78,7 @@ def make_engine(
         prefix_cache=prefix_cache,
     )
     kernels = ReferenceKernels(model.config.kernel_spec(DType.FP32, block_size))
-    return Engine(model, kernels, tokenizer or TINY.tokenizer(), config)
+    return Engine(model, kernels, tokenizer or TINY.tokenizer(), config, recorder)
 
 
 def finish(engine: Engine, max_steps: int = 500) -> dict[str, RequestOutput]:

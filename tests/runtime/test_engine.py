@@ -5,13 +5,18 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pagegen.errors import ConfigError, KernelError, RequestError
 from pagegen.reference import ReferenceKernels
 from pagegen.runtime.engine import Engine, EngineConfig, RequestOutput
 from pagegen.runtime.models import CausalLM, build_model
-from pagegen.runtime.policies import MEMORY_POLICIES
+from pagegen.runtime.policies import MEMORY_POLICIES, make_memory_policy
 from pagegen.runtime.sampling_params import SamplingParams
+from pagegen.runtime.scheduler import Scheduler
+from pagegen.runtime.scheduling import POLICIES
+from pagegen.runtime.scheduling.events import SchedulerEvent
 from pagegen.runtime.sequence import FinishReason
 from pagegen.spec import DType
 from tests.runtime.engine_rig import (
@@ -346,6 +351,62 @@ def test_no_policy_changes_a_token(
     assert bool(stats.num_preemptions) == (num_blocks == 14)
     assert (stats.num_swaps > 0) == (preemption == "swap") or preemption == "auto"
     assert (stats.preemption_costs is not None) == (preemption == "auto")
+
+
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(
+    combination=st.sampled_from([(policy, way) for policy in POLICIES for way in ("recompute", "swap")]),
+    num_blocks=st.integers(14, 40),
+    budget=st.sampled_from([3, 7, 20, 64]),
+    max_num_seqs=st.integers(3, 9),
+    prefix_cache=st.booleans(),
+)
+def test_no_pool_budget_or_cache_changes_a_token(
+    tiny: CausalLM,
+    undisturbed: dict[tuple[str, int], RequestOutput],
+    combination: tuple[str, str],
+    num_blocks: int,
+    budget: int,
+    max_num_seqs: int,
+    prefix_cache: bool,
+) -> None:
+    policy, preemption = combination
+    engine = make_engine(
+        tiny,
+        num_blocks=num_blocks,
+        budget=budget if policy == "default" else None,
+        max_num_seqs=max_num_seqs,
+        max_model_len=48,
+        policy=policy,
+        preemption=preemption,
+        prefix_cache=prefix_cache,
+    )
+    add_mixed(engine)
+    done = finish_all(engine)
+    assert {key: output.token_ids for key, output in done.items()} == {
+        key: output.token_ids for key, output in undisturbed.items()
+    }
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "swap", "auto"])
+def test_a_recorded_run_repeats_on_a_scheduler_without_a_model(tiny: CausalLM, preemption: str) -> None:
+    log: list[SchedulerEvent] = []
+    engine = make_engine(tiny, num_blocks=14, budget=20, preemption=preemption, recorder=log.append)
+    add_mixed(engine)
+    stop = TINY.tokenizer().encode("x")
+    engine.add_request("stops", stop, SamplingParams(max_tokens=12, temperature=1.5, seed=3, stop=tuple("aeiou ")))
+    for _ in range(5):
+        engine.step()
+    engine.abort("two")
+    finish_all(engine)
+    memory = make_memory_policy("paged", 14, 4, max_model_len=64, num_host_blocks=engine.config.num_host_blocks(14, 1))
+    repeated = Scheduler(engine.scheduler.config, memory)
+    for event in log:
+        repeated.apply(event)
+    assert not repeated.has_work and memory.num_used_blocks == 0
+    mine, theirs = repeated.pool, engine.scheduler.pool
+    assert (mine.num_preemptions, mine.num_swaps) == (theirs.num_preemptions, theirs.num_swaps)
+    assert mine.num_preemptions > 0
 
 
 # --- several outputs of one prompt -----------------------------------------------------------------------------------

@@ -60,7 +60,7 @@ def test_every_policy_gives_the_references_tokens(
     params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
     for i, case in enumerate(cases):
         engine.add_request(str(i), case["prompt_ids"], params)
-    found = {}
+    found: dict[str, tuple[int, ...]] = {}
     while engine.has_work:
         found |= {output.request_id: output.token_ids for output in engine.step() if output.finish_reason}
     for i, case in enumerate(cases):

@@ -209,7 +209,7 @@ def test_all_ids_are_aborted_at_once_from_eight_threads_through_the_servers_work
         loop = asyncio.get_running_loop()
         with EngineWorker(engine) as worker:
             streams = [await worker.submit([[97 + i] * (3 + i % 9)], greedy(30)) for i in range(24)]
-            while not engine.stats().num_preemptions:
+            while not worker.stats.num_preemptions:
                 await asyncio.sleep(0.002)
 
             def abort(mine: list[Stream]) -> None:

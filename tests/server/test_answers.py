@@ -242,7 +242,14 @@ def test_the_models_and_their_limit(server: Live) -> None:
 
 def test_health_says_what_is_in_use(server: Live) -> None:
     body = server.client.get("/health").json()
-    assert body == {"status": "ok", "running": 0, "waiting": 0, "kv_blocks_used": 0, "kv_blocks": NUM_BLOCKS}
+    assert body == {
+        "status": "ok",
+        "running": 0,
+        "waiting": 0,
+        "waiting_for": {},
+        "kv_blocks_used": 0,
+        "kv_blocks": NUM_BLOCKS,
+    }
 
 
 def test_forty_clients_at_once_get_each_their_own(server: Live) -> None:

@@ -1,0 +1,1 @@
+"""The scheduler and the memory policies in virtual time: traces, step costs, recorded runs, figures of papers."""

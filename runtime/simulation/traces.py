@@ -1,0 +1,155 @@
+"""When requests come and how long they are: synthetic traces by name and seed, and traces from a file."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import random
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+from pagegen.errors import ConfigError
+
+MIN_TOKENS = 4  # shorter prompts and outputs are drawn again, as vLLM's benchmark leaves them out of ShareGPT
+_FIXED = re.compile(r"fixed:(\d{1,9})x(\d{1,9})", re.ASCII)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TraceRow:
+    """A request: it arrives after `arrival` seconds with `input` prompt tokens, and each of its `n` samples will have
+    `output` tokens. It may ask for `max_tokens`, None being all that the model has room for.
+    """
+
+    arrival: float
+    input: int
+    output: int
+    max_tokens: int | None = None
+    n: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("input", "output", "n"):
+            if isinstance(value := getattr(self, name), bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"trace: {name}={value!r} is not a positive whole number")
+        arrival, cap = self.arrival, self.max_tokens
+        if isinstance(arrival, bool) or not isinstance(arrival, int | float) or not 0 <= arrival < math.inf:
+            raise ConfigError(f"trace: arrival={arrival!r} is not a number of seconds from 0 on")
+        if cap is not None and (isinstance(cap, bool) or not isinstance(cap, int) or cap < self.output):
+            raise ConfigError(f"trace: max_tokens={cap!r} is no whole number from output={self.output} on")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Lengths:
+    """A distribution of (input, output) tokens; `draw` may give any, the trace takes what fits the model.
+
+    `bounded` outputs are what the request asks for, as in Orca's trace: there is no other end to them.
+    """
+
+    summary: str
+    draw: Callable[[random.Random], tuple[int, int]]
+    bounded: bool = False
+
+
+def _log_normal(median: float, sigma: float) -> Callable[[random.Random], int]:
+    return lambda rng: round(rng.lognormvariate(math.log(median), sigma))
+
+
+def _exponential(mean: float) -> Callable[[random.Random], int]:
+    return lambda rng: round(rng.expovariate(1 / mean))
+
+
+def _both(
+    num_input: Callable[[random.Random], int], num_output: Callable[[random.Random], int]
+) -> Callable[[random.Random], tuple[int, int]]:
+    return lambda rng: (num_input(rng), num_output(rng))
+
+
+# Only means are printed (section 6.1 of the vLLM paper): input 161.31 and output 337.99 for ShareGPT, 19.31 and 58.45
+# for Alpaca. These have them once totals above 2048 are drawn again. Their shapes are guesses: docs/papers.md says what
+# hangs on them.
+LENGTHS: Mapping[str, Lengths] = MappingProxyType(
+    {
+        "sharegpt": Lengths(
+            "chat: input 161, output 338 tokens on average", _both(_log_normal(75, 1.4), _exponential(345))
+        ),
+        "alpaca": Lengths(
+            "instructions: input 19, output 58 tokens on average",
+            _both(_log_normal(17.45, 0.45), _log_normal(40.8, 0.85)),
+        ),
+        "orca": Lengths(
+            "input uniform in 32..512, output in 1..128, all of it asked for",
+            lambda rng: (rng.randint(32, 512), rng.randint(1, 128)),
+            bounded=True,
+        ),
+    }
+)
+
+
+def synthesize(
+    name: str, *, rate: float, num_requests: int, seed: int = 0, max_model_len: int = 2048, n: int = 1
+) -> list[TraceRow]:
+    """Poisson arrivals of `rate` requests a second (inf: all at once) with lengths of LENGTHS or `fixed:INxOUT`.
+
+    Prompt and output are at most `max_model_len` together, so no request is refused for its length. Raises ConfigError.
+    """
+    if not rate > 0 or num_requests < 1:
+        raise ConfigError(f"a trace of {num_requests} requests at rate {rate} is empty; both must be positive")
+    lengths, rng = _lengths(name), random.Random(f"{name} {seed}")
+    rows, arrival = list[TraceRow](), 0.0
+    for _ in range(num_requests):
+        arrival += rng.expovariate(rate) if rate < math.inf else 0.0
+        num_input, num_output = _draw(lengths, rng, max_model_len)
+        rows.append(TraceRow(arrival, num_input, num_output, num_output if lengths.bounded else None, n))
+    return rows
+
+
+def _lengths(name: str) -> Lengths:
+    if match := _FIXED.fullmatch(name):
+        num_input, num_output = int(match[1]), int(match[2])
+        return Lengths("one length", lambda rng: (num_input, num_output), bounded=True)
+    if name not in LENGTHS:
+        raise ConfigError(
+            f"trace {name!r} is neither a file nor known; allowed: {', '.join(LENGTHS)}, fixed:INxOUT such as fixed:32x32"
+        )
+    return LENGTHS[name]
+
+
+def _draw(lengths: Lengths, rng: random.Random, max_model_len: int) -> tuple[int, int]:
+    shortest = 1 if lengths.bounded else MIN_TOKENS
+    for _ in range(10_000):
+        num_input, num_output = lengths.draw(rng)
+        if min(num_input, num_output) >= shortest and num_input + num_output <= max_model_len:
+            return num_input, num_output
+    raise ConfigError(f"hardly any request of this trace fits max_model_len={max_model_len}; raise max_model_len")
+
+
+def read_trace(path: Path) -> list[TraceRow]:
+    """Lines of JSON objects with arrival (seconds), input, output and, if wanted, max_tokens and n; by arrival.
+
+    Raises ConfigError naming the line.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"trace {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    rows = [_parse(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not rows:
+        raise ConfigError(f"trace {path} holds no requests; a line is an object with arrival, input and output")
+    return sorted(rows, key=lambda row: row.arrival)
+
+
+def _parse(path: Path, number: int, line: str) -> TraceRow:
+    try:
+        values = json.loads(line)
+        if not isinstance(values, dict):
+            raise ConfigError("trace: a line is an object with arrival, input and output")
+        return TraceRow(**values)
+    except (ConfigError, ValueError, TypeError, RecursionError) as error:  # TypeError: other fields than those
+        raise ConfigError(f"{path}, line {number}: {str(error).replace('TraceRow.__init__()', 'trace:')}") from None
+
+
+def write_trace(path: Path, rows: list[TraceRow]) -> None:
+    """What `read_trace` reads."""
+    path.write_text("".join(json.dumps(dataclasses.asdict(row)) + "\n" for row in rows), encoding="utf-8")

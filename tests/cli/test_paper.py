@@ -1,0 +1,23 @@
+"""`pagegen paper`: rows with ours, paper, band and ok; exit 1 if a bar is missed."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cli.helpers import run
+
+
+def test_a_figure_carries_rows_and_its_exit_status_says_whether_all_bars_are_met() -> None:
+    result = run("paper", "orca", "--scale", "0.05", "--json")
+    rows = result.document["rows"]
+    assert {"what", "ours", "paper", "band", "ok", "kind", "seeds"} <= rows[0].keys()
+    assert all(len(row["seeds"]) == 3 for row in rows)
+    assert result.status == (0 if all(row["ok"] for row in rows) else 1)
+    unequal, *equal = rows
+    assert unequal["ours"] > max(row["ours"] for row in equal)
+
+
+@pytest.mark.parametrize("words", [("fig3",), ("fig2", "--scale", "0"), ()])
+def test_what_is_no_figure_is_refused_in_one_line(words: tuple[str, ...]) -> None:
+    result = run("paper", *words)
+    assert result.status == 2 and result.stderr.count("\n") == 1

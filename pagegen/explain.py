@@ -50,7 +50,10 @@ def _spec_words(spec: KernelSpec) -> str:
 
 def _bucket(row: DispatchRow) -> str:
     parts = [row.phase.value]
-    for low, high, unit in ((row.min_seqs, row.max_seqs, "sequences"), (row.min_context, row.max_context, "tokens of context")):
+    for low, high, unit in (
+        (row.min_seqs, row.max_seqs, "sequences"),
+        (row.min_context, row.max_context, "tokens of context"),
+    ):
         if low is not None and high is not None:
             parts.append(f"{low} to {high} {unit}")
         elif low is not None:
@@ -63,7 +66,10 @@ def _bucket(row: DispatchRow) -> str:
 def _pairs(values: Mapping[str, Any]) -> str:
     """`cores 2, caches (L1d 49152, L2 1048576)`; what is None is left out."""
     shown = {name: value for name, value in values.items() if value is not None}
-    return ", ".join(f"{name} ({_pairs(value)})" if isinstance(value, Mapping) else f"{name} {_value(value)}" for name, value in shown.items())
+    return ", ".join(
+        f"{name} ({_pairs(value)})" if isinstance(value, Mapping) else f"{name} {_value(value)}"
+        for name, value in shown.items()
+    )
 
 
 def _tree(values: Mapping[str, Any]) -> Iterator[str]:
@@ -74,10 +80,21 @@ def _tree(values: Mapping[str, Any]) -> Iterator[str]:
         elif isinstance(value, Mapping):
             yield f"{name}: {_pairs(value)}"
         elif isinstance(value, Sequence) and value and all(isinstance(item, Mapping) for item in value):
-            yield f"{name}:"
-            yield from (f"  {line}" for line in _table(value))
+            yield "contest, time of the others over the first:" if name == "contest" else f"{name}:"
+            yield from (f"  {line}" for line in _table(_batches(value) if name == "contest" else value))
         else:
             yield f"{name}: {_value(value)}"
+
+
+def _batches(contest: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A row a batch: the microseconds of its first contender, then the ratios of the others."""
+    batches: dict[str, dict[str, Any]] = {}
+    for row in contest:
+        if row["point"] in batches:
+            batches[row["point"]][row["name"]] = f"{row['ratio']:.2f}"
+        else:
+            batches[row["point"]] = {"batch": row["point"], f"{row['name']} us": f"{row['seconds'] * 1e6:.1f}"}
+    return list(batches.values())
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -85,7 +102,9 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     names = [name for name, value in rows[0].items() if not isinstance(value, Mapping)]
     cells = [names, *([_value(row.get(name, "")) for name in names] for row in rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(names))]
-    yield from ("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells)
+    yield from (
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells
+    )
 
 
 def _value(value: object) -> str:

@@ -38,7 +38,7 @@ _HIP_MIX = {
     "FMA": r"v_(pk_)?fma",
     "load 16 B": r"(global|buffer)_load_(dwordx4|b128)",
     "load": r"(global|buffer)_load",
-    "scratch": r"scratch_|buffer_(load|store)_\w+ .*offen",
+    "scratch": r"scratch_(load|store)",
 }
 _CPU_MIX = {
     "FMA 512": r"vfn?m(add|sub)\w+\s.*%zmm",
@@ -56,7 +56,7 @@ class Resources:
     """One kernel's use of a multiprocessor. None where the notion does not exist (CPU)."""
 
     registers: int | None  # of one thread; on AMD vector registers, accumulators included
-    spills: int | None  # CUDA: loads and stores of local memory in the code; AMD: spilled registers
+    spills: int | None  # CUDA: loads and stores of local memory in the code; AMD: spilled vector registers
     shared_memory: int | None  # bytes of one program
     threads: int | None  # of one program
     occupancy: float | None  # resident threads over the most that fit, 0 to 1; 0: the kernel cannot be launched
@@ -75,7 +75,7 @@ def gpu_resources(target: Target, binary: bytes, assembly: str, num_warps: int, 
         spills = mix["local"]
     else:
         registers = _amd_field(assembly, "vgpr_count")  # the accumulators are part of it
-        spills = _amd_field(assembly, "vgpr_spill_count") + _amd_field(assembly, "sgpr_spill_count")
+        spills = _amd_field(assembly, "vgpr_spill_count")  # spilled scalar registers go to vector lanes: no memory
         mix = _count(_HIP_MIX, re.sub(r"(?m)^\s+", "", assembly))
     threads = num_warps * target.warp_size
     return Resources(registers, spills, shared_memory, threads, occupancy(target, registers, shared_memory, threads), mix)

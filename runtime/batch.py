@@ -8,7 +8,7 @@ from itertools import chain
 import numpy as np
 import torch
 
-from pagegen.runtime.block_manager import BlockManager
+from pagegen.runtime.policies import MemoryPolicy
 from pagegen.runtime.scheduler import ScheduledBatch, ScheduledSequence
 
 
@@ -42,7 +42,7 @@ class Batch:
         return self.input_ids.shape[0]
 
     @classmethod
-    def from_scheduled(cls, scheduled: ScheduledBatch, block_manager: BlockManager) -> Batch:
+    def from_scheduled(cls, scheduled: ScheduledBatch, block_manager: MemoryPolicy) -> Batch:
         """Needs at least one row, and each sequence's blocks to reach its last scheduled token."""
         rows, block_size = scheduled.rows, block_manager.block_size
         starts = np.array([row.start for row in rows])
@@ -78,7 +78,7 @@ def _token_ids(row: ScheduledSequence) -> list[int]:
     return row.sequence.token_ids[row.start : row.start + row.num_tokens]
 
 
-def _block_table(rows: tuple[ScheduledSequence, ...], block_manager: BlockManager, width: int) -> np.ndarray:
+def _block_table(rows: tuple[ScheduledSequence, ...], block_manager: MemoryPolicy, width: int) -> np.ndarray:
     block_table = np.full((len(rows), width), -1, dtype=np.int32)
     for padded, row in zip(block_table, rows, strict=True):
         table = block_manager.block_table(row.sequence.seq_id)[:width]

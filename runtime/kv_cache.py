@@ -1,4 +1,7 @@
-"""The KV pool's memory: one (K, V) pair of tensors a layer, all addressed by the same block numbers."""
+"""The KV pool's memory: one (K, V) pair of tensors a layer, all addressed by the same block numbers.
+
+The swap space is a second one on the host, addressed by host block numbers.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ import torch
 from pagegen.errors import ConfigError
 from pagegen.kernel import PagedKernels, allocate_cache
 from pagegen.spec import KernelSpec
+
+MAX_BLOCKS = 2**31 - 1  # block tables hold 32-bit numbers
 
 
 def block_bytes(spec: KernelSpec, num_layers: int) -> int:
@@ -23,6 +28,8 @@ class KVCache:
         self.spec = spec
         self.num_blocks = num_blocks
         self.block_bytes = block_bytes(spec, num_layers)
+        if num_blocks > MAX_BLOCKS:
+            raise ConfigError(f"a KV pool of {num_blocks} blocks is not possible; allowed: up to {MAX_BLOCKS}; lower num_blocks")
         try:
             self.layers = tuple(allocate_cache(spec, num_blocks, device) for _ in range(num_layers))
         except RuntimeError as error:  # torch's out of memory
@@ -37,6 +44,25 @@ class KVCache:
             tensor = torch.tensor(pairs, dtype=torch.int64, device=self.layers[0][0].device)
             for k_cache, v_cache in self.layers:
                 kernels.copy_blocks(k_cache, v_cache, tensor)
+
+    def copy_from(self, other: KVCache, moves: Iterable[tuple[int, int]]) -> None:
+        """Copies `other`'s blocks into this cache's, (source, destination), in every layer: swapping, either way.
+
+        A layer's blocks are gathered into one piece, which crosses over at once and is scattered. No destination twice.
+        """
+        pairs = torch.tensor(list(moves), dtype=torch.int64).reshape(-1, 2)
+        if not len(pairs):
+            return
+        for layer, other_layer in zip(self.layers, other.layers, strict=True):
+            for destination, source in zip(layer, other_layer, strict=True):
+                gathered = _words(source).index_select(0, pairs[:, 0].to(source.device))
+                _words(destination).index_copy_(0, pairs[:, 1].to(destination.device), gathered.to(destination.device))
+
+
+def _words(cache: torch.Tensor) -> torch.Tensor:
+    """[num_blocks, words of a block]: a view that copies fast, whatever the dtype."""
+    rows = cache.flatten(1)
+    return rows.view(torch.uint8 if rows.shape[1] * rows.itemsize % 8 else torch.int64)
 
 
 def _independent(copies: Iterable[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Sequence as SequenceOf
 
 from pagegen.errors import ConfigError, RequestError
-from pagegen.runtime.block_manager import Allocation, BlockManager
+from pagegen.runtime.policies import Allocation, Demand, MemoryPolicy
 from pagegen.runtime.sequence import FinishReason, Sequence, SequenceStatus
 
 DEFAULT_MAX_NUM_SEQS = 64
@@ -87,7 +87,7 @@ class Scheduler:
     finish alone: so the oldest always advances, and all of them end.
     """
 
-    def __init__(self, config: SchedulerConfig, block_manager: BlockManager) -> None:
+    def __init__(self, config: SchedulerConfig, block_manager: MemoryPolicy) -> None:
         self.config = config
         self.block_manager = block_manager
         self.waiting: deque[Sequence] = deque()  # by arrival
@@ -100,11 +100,11 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence. Raises RequestError for one that the whole pool could not hold."""
-        blocks = self.block_manager
-        if blocks.can_allocate(sequence.max_kv_tokens) is Allocation.NEVER:
+        blocks, demand = self.block_manager, _demand(sequence)
+        if blocks.can_allocate(demand) is Allocation.NEVER:
             raise RequestError(
                 f"request {sequence.request_id!r}: {sequence.prompt_len} prompt tokens and up to "
-                f"{sequence.params.max_tokens} new ones need {blocks.blocks_for(sequence.max_kv_tokens)} KV blocks, the "
+                f"{sequence.params.max_tokens} new ones need {blocks.blocks_needed(demand)} KV blocks, the "
                 f"pool has {blocks.num_blocks} of {blocks.block_size} tokens; shorten the prompt, lower max_tokens, or "
                 "give the engine more KV memory"
             )
@@ -163,9 +163,10 @@ class Scheduler:
         blocks = self.block_manager
         while self.waiting and iteration.budget and len(self.running) < self.config.max_num_seqs:
             sequence = self.waiting[0]
-            if blocks.can_allocate(sequence.num_tokens, headroom=len(self.running)) is not Allocation.OK:
+            demand = _demand(sequence)
+            if blocks.can_allocate(demand, headroom=len(self.running)) is not Allocation.OK:
                 return  # nobody overtakes
-            blocks.allocate(sequence.seq_id, sequence.num_tokens)
+            blocks.allocate(sequence.seq_id, demand, sequence.num_tokens)
             self.running.append(self.waiting.popleft())
             sequence.status = SequenceStatus.RUNNING
             iteration.take(sequence)
@@ -191,3 +192,7 @@ class Scheduler:
         victim.num_preemptions += 1
         self.num_preemptions += 1
         self.waiting.appendleft(victim)
+
+
+def _demand(sequence: Sequence) -> Demand:
+    return Demand(sequence.token_ids, sequence.max_kv_tokens)

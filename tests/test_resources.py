@@ -50,7 +50,7 @@ def test_a_wave_of_amd_takes_its_registers_from_one_simd() -> None:
 
 def test_amd_resources_come_from_the_text() -> None:
     found = gpu_resources(GFX942, b"", AMDGCN, num_warps=4, shared_memory=1024)
-    assert (found.registers, found.spills, found.threads, found.shared_memory) == (285, 5, 256, 1024)
+    assert (found.registers, found.spills, found.threads, found.shared_memory) == (285, 4, 256, 1024)
     assert {name: count for name, count in found.instructions.items() if count} == {"MFMA": 1, "load 16 B": 1, "load": 2}
 
 

@@ -144,7 +144,9 @@ def _results_folder(out: Path | str | None, target: Target, spec: KernelSpec) ->
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"results folder {folder} cannot be made ({error.strerror}); name another with --out") from None
+        raise ConfigError(
+            f"results folder {folder} cannot be made ({error.strerror}); name another with --out"
+        ) from None
     return folder
 
 
@@ -208,16 +210,26 @@ def _decide(
         )
         gain = overall(contest, DEFAULT)
         confirmed = best != DEFAULT and gain.low > 1
+        if not confirmed:  # the default wins, and what the report calls tuned is the default's own time
+            contest = {
+                point: dataclasses.replace(m, seconds={**m.seconds, TUNED: m.seconds[DEFAULT]})
+                for point, m in contest.items()
+            }
         config = configs[best] if confirmed else evaluator.default
         kernel = kernels.setdefault(config, f"attend_{len(kernels)}")
         speedup = gain if confirmed else Interval(1.0, 1.0, 1.0)
-        winners.append(Winner(phase, config, kernel, typical(contest, TUNED if confirmed else DEFAULT), speedup, confirmed))
+        winners.append(Winner(phase, config, kernel, typical(contest, TUNED), speedup, confirmed))
         rows += rows_of(evaluator.spec, phase, contest)
     return tuple(winners), tuple(rows)
 
 
 def _write_package(
-    out: Path, spec: KernelSpec, target: Target, default: Config, winners: tuple[Winner, ...], document: Mapping[str, Any]
+    out: Path,
+    spec: KernelSpec,
+    target: Target,
+    default: Config,
+    winners: tuple[Winner, ...],
+    document: Mapping[str, Any],
 ) -> Path:
     configs = {"attend_0": default} | {winner.kernel: winner.config for winner in winners}
     table = DispatchTable(tuple(DispatchRow(winner.phase, winner.kernel) for winner in winners), fallback="attend_0")
@@ -228,7 +240,11 @@ def _write_package(
         dispatch[op] = DispatchTable((), fallback=op.value)
     evidence = {key: document[key] for key in ("studies", "trials", "counts", "winner")}
     evidence["contest"] = [
-        {**{key: row[key] for key in ("phase", "point", "name")}, "seconds": row["seconds"]["median"], "ratio": row["ratio"]["median"]}
+        {
+            **{key: row[key] for key in ("phase", "point", "name")},
+            "seconds": row["seconds"]["median"],
+            "ratio": row["ratio"]["median"],
+        }
         for row in document["rows"]
     ]
     return write_package(out, spec=spec, target=target, kernels=kernels, dispatch=dispatch, evidence=evidence)

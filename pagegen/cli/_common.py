@@ -23,6 +23,7 @@ from pagegen.errors import ConfigError, SpecError
 from pagegen.spec import KernelSpec, Phase, parse_slug
 
 PROGRESS_AFTER = 2.0  # seconds; what is shorter shows no bar
+LONG_WORD = 20  # characters; a table folds longer words where room is short, and never shorter ones
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
 ModelArgument = Annotated[
@@ -133,20 +134,28 @@ def _model_spec(model: str) -> KernelSpec:
 
 
 def _is_file(word: str) -> bool:
-    return Path(word).suffix in (".yaml", ".yml", ".json") or Path(word).is_file()
+    try:
+        return Path(word).suffix in (".yaml", ".yml", ".json") or Path(word).is_file()
+    except OSError:  # longer than a file's name can be, for one
+        return False
 
 
 def _read_spec(path: Path) -> tuple[KernelSpec, Phase | None]:
     import yaml
 
     try:
-        values = yaml.safe_load(path.read_text())  # JSON is YAML
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise SpecError(f"spec file {path} cannot be read: {error}; `pagegen spec` prints one to start from") from None
-    if not isinstance(values, dict):
+        text = path.read_text(encoding="utf-8")
+        # JSON is not quite YAML: PyYAML refuses its tabs and takes its 1e-05 for a text.
+        values = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # ValueError: an impossible date or number
+        why = getattr(error, "strerror", None) or str(error)
+        raise SpecError(f"spec file {path} cannot be read: {why}; `pagegen spec` prints one to start from") from None
+    if not isinstance(values, dict) or not values:
         raise SpecError(f"spec file {path} holds no fields; `pagegen spec` prints one to start from")
+    if any(not isinstance(name, str) for name in values):
+        raise SpecError(f"spec file {path} has a field whose name is no text; `pagegen spec` prints one to start from")
     phase = values.pop("phase", None)
-    if phase is not None and phase not in set(Phase):
+    if phase is not None and phase not in tuple(Phase):
         raise SpecError(f"phase={phase!r} in {path} is not known; allowed: {', '.join(Phase)}, or leave it out for all")
     return KernelSpec.from_dict(values), Phase(phase) if phase else None
 
@@ -158,7 +167,7 @@ def parse_size(text: str | None, flag: str) -> int | None:
     """Bytes from `1500000`, `512M` or `1.5GiB` (K, M, G are powers of 1024). Raises ConfigError naming the flag."""
     if text is None:
         return None
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    match = re.fullmatch(r"(\d{1,18}(?:\.\d+)?)\s*([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE | re.ASCII)
     size = int(float(match[1]) * {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}[match[2].upper()]) if match else 0
     if size < 1:
         raise ConfigError(f"{flag} {text!r} is not a size; write bytes, or a number with K, M or G such as 512M")
@@ -184,15 +193,42 @@ def print_json(document: object) -> None:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table on stdout."""
+    """A table on stdout, its title on a line before it: numbers are set right, columns without a value left out.
+
+    Nothing is cut short: where no folding of words is enough, the table is wider than the terminal.
+    """
+    from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(*columns, title=title or None, title_justify="left")
-    for row in rows:
+    by_column = dict(zip(columns, zip(*rows, strict=True), strict=True)) if rows else dict.fromkeys(columns, ())
+    by_column = {name: cells for name, cells in by_column.items() if any(cells) or not rows}
+    numbers = [bool(cells) and all(re.fullmatch(r"[\d.]*%?", cell) for cell in cells) for cells in by_column.values()]
+    names = [name.replace(" ", "\n") if number else name for name, number in zip(by_column, numbers, strict=True)]
+    console, gaps = Console(), 3 * (len(names) - 1)
+    widths = _fit(list(zip(names, by_column.values(), strict=True)), console.width - gaps)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for name, number, width in zip(names, numbers, widths, strict=True):
+        table.add_column(name, width=width, overflow="fold", justify="right" if number else "left")
+    for row in zip(*by_column.values(), strict=True):
         table.add_row(*map(Text, row))  # Text: a `[` in a path is no markup
-    Console().print(table)
+    if title:
+        typer.echo(title)
+    console.width = max(console.width, sum(widths) + gaps)
+    console.print(table)
+
+
+def _fit(columns: Sequence[tuple[str, Sequence[str]]], room: int) -> list[int]:
+    """Widths of (heading, cells): the widest give way until all fit into `room`, but keep their longest word whole."""
+    widths = [max(map(len, (*name.split("\n"), *cells))) for name, cells in columns]
+    words = [max((len(word) for cell in (name, *cells) for word in cell.split()), default=0) for name, cells in columns]
+    while sum(widths) > room:
+        wide = [index for index, width in enumerate(widths) if width > min(words[index], LONG_WORD)]
+        if not wide:
+            break
+        widths[max(wide, key=widths.__getitem__)] -= 1
+    return widths
 
 
 def note(message: str) -> None:

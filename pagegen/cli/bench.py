@@ -13,7 +13,7 @@ from pagegen.spec import Phase
 
 PEERS = ("default", "sdpa")
 
-app = typer.Typer(rich_markup_mode=None, no_args_is_help=True)
+app = typer.Typer(rich_markup_mode=None)
 
 
 @app.callback()

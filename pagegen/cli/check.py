@@ -41,7 +41,7 @@ def command(
     model: ModelOption = None,
     target: TargetOption = "auto",
     suite: SuiteOption = "quick",
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Draws other numbers for the same cases.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", min=0, max=2**32 - 1, help="Draws other numbers for the same cases.")] = 0,
     json: JsonOption = False,
 ) -> None:
     """Prove kernels against the reference: the correctness gate."""

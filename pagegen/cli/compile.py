@@ -63,7 +63,7 @@ def command(
         print_json({"rows": rows})
     else:
         for (name, where), group in itertools.groupby(rows, lambda row: (row["spec"], row["target"])):
-            columns = ("kernel", "registers", "spills", "shared", "occupied", "instructions, counted in the text")
+            columns = ("kernel", "registers", "spills", "shared bytes", "occupancy", "instructions (static count)")
             print_table(f"{name} on {where}", columns, [_cells(row) for row in group])
     if any(row["error"] for row in rows):
         raise typer.Exit(1)

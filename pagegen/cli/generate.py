@@ -94,15 +94,16 @@ def command(
     )
     lines = _lines(input) if input is not None else []
     llm = load(model, kernels=kernels, dtype=dtype, num_blocks=kv_blocks)
-    note(f"kernels: {llm.message}")
     if input is not None:
         jobs = [parse_line(number, line, defaults, llm.tokenizer) for number, line in lines]
     else:
         values = {"prompt": prompt} if prompt is not None else {"messages": [{"role": "user", "content": chat}]}
         jobs = [Job("", _encode(values, llm.tokenizer), defaults)]
-    run = run_jobs(llm.engine, jobs)
-    if input is None and run.errors and run.outputs[0] is None:  # refused, not failed
+    run = add_jobs(llm.engine, jobs)
+    if input is None and run.errors:  # the one prompt was refused: no answer holds it
         raise RequestError(run.errors[0])
+    note(f"kernels: {llm.message}")
+    run_jobs(llm.engine, run)
     report(llm.name, llm.message, llm.engine, run, json)
     if run.interrupted:
         raise typer.Exit(INTERRUPTED)
@@ -166,8 +167,8 @@ def _refuse_constant(name: str) -> None:
 # --- the run ---------------------------------------------------------------------------------------------------------
 
 
-def run_jobs(engine: Engine, jobs: Sequence[Job]) -> Run:
-    """Runs every job that can be run, together; an interrupt keeps what is finished and what there is of the rest."""
+def add_jobs(engine: Engine, jobs: Sequence[Job]) -> Run:
+    """Queues every job that can be run; `errors` says why the others cannot."""
     run = Run([None] * len(jobs), {index: job.error for index, job in enumerate(jobs) if job.error})
     for index, job in enumerate(jobs):
         if job.params is not None:
@@ -175,10 +176,15 @@ def run_jobs(engine: Engine, jobs: Sequence[Job]) -> Run:
                 engine.add_request(str(index), job.prompt_token_ids, job.params)
             except RequestError as error:
                 run.errors[index] = f"{job.where}{error}"
+    return run
+
+
+def run_jobs(engine: Engine, run: Run) -> None:
+    """Runs what is queued, together; an interrupt keeps what is finished and what there is of the rest."""
     begin = time.perf_counter()
     finished, tokens = 0, 0
     try:
-        with progress("generating", len(jobs) - len(run.errors)) as advance:
+        with progress("generating", len(run.outputs) - len(run.errors)) as advance:
             while engine.has_work:
                 for output in engine.step():
                     run.outputs[int(output.request_id)] = output
@@ -192,7 +198,6 @@ def run_jobs(engine: Engine, jobs: Sequence[Job]) -> Run:
     run.errors |= {
         index: out.error for index, out in enumerate(run.outputs) if out is not None and out.error is not None
     }
-    return run
 
 
 def _in_use(engine: Engine) -> tuple[int, int]:

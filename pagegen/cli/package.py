@@ -9,7 +9,7 @@ import typer
 
 from pagegen.cli._common import JsonOption, note, print_json
 
-app = typer.Typer(rich_markup_mode=None, no_args_is_help=True)
+app = typer.Typer(rich_markup_mode=None)
 
 DirArgument = Annotated[Path, typer.Argument(metavar="DIR", help="The package's folder.", show_default=False)]
 

@@ -52,6 +52,10 @@ def command(
         raise ConfigError(f"--max-queued-requests {max_queued_requests} is negative; 0 queues none")
     if api_key == "":
         raise ConfigError("--api-key is empty; give a key, or leave it out to ask for none")
+    if not host:  # to a socket it would mean every address
+        raise ConfigError("--host is empty; give an address such as 127.0.0.1, or 0.0.0.0 for every one")
+    if not shutdown_timeout >= 0:
+        raise ConfigError(f"--shutdown-timeout {shutdown_timeout} is not a number of seconds; 0 waits for none")
     listener = listen(host, port)  # before the model: a port that is taken is told at once, early clients wait
     llm = load(
         model,

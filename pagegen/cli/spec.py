@@ -15,7 +15,7 @@ def command(
     overrides: dict[str, Any], spec: SpecArgument = None, model: ModelOption = None, json: JsonOption = False
 ) -> None:
     """Print a complete kernel spec to start from."""
-    found, phase = spec_from(spec or (None if model else DEFAULT), model, overrides)
+    found, phase = spec_from(DEFAULT if spec is None and model is None else spec, model, overrides)
     values = found.to_dict() | ({"phase": phase.value} if phase else {})
     if json:
         print_json(values | {"slug": found.slug})

@@ -193,21 +193,23 @@ def resources(made: Source) -> dict[str, Resources]:
     }
 
 
-def holds(slug: str, target: str) -> None:
+def check_binaries(slug: str, target: str) -> dict[str, Resources]:
+    """Nothing spills, everything can be launched, and the matrix products run on the target's own units."""
     found = resources(source(parse_slug(slug)[0], target=target))
-    assert set(found) == {"decode", "split", "merge", "prefill"}
     for name, kernel in found.items():
         assert kernel.spills == 0, f"{slug} {target} {name}: {kernel}"
         assert kernel.occupancy, f"{slug} {target} {name} cannot be launched"
-    for name in ("decode", "prefill"):
-        assert found[name].instructions["load 16 B"] >= 2, f"{slug} {target} {name}: narrow loads"
+    prefill = found.get("prefill", found["decode"])  # one binary where both have as many rows
     unit = MATRIX_UNITS.get(target, "MFMA" if target.startswith("hip") else "HMMA")
-    assert found["prefill"].instructions[unit], f"{slug} {target}: {found['prefill']}"
+    assert prefill.instructions[unit], f"{slug} {target}: {prefill}"
+    return found
 
 
 @pytest.mark.parametrize("target", PROMISED)
 def test_default_configs_spill_nothing_and_use_the_matrix_units(target: str) -> None:
-    holds("bf16-d128-h32x8-b16-NHD", target)
+    found = check_binaries("bf16-d128-h32x8-b16-NHD", target)
+    assert set(found) == {"decode", "split", "merge", "prefill"}
+    assert all(found[name].instructions["load 16 B"] >= 12 for name in ("decode", "split", "prefill"))
 
 
 @pytest.mark.long
@@ -221,8 +223,9 @@ def test_so_do_those_of_every_target_layout_and_width(target: str) -> None:
         "bf16-d128-h64x2-b32-HDN",
         "bf16-d96v128-h24x8-b1-HND-lse",
         "fp16-d40-h5x5-b3-HDN2_NHD",
+        "fp16-d72-h8x1-b3-HDN",
     ):
-        holds(slug, target)
+        check_binaries(slug, target)
 
 
 def test_packed_keys_are_loaded_a_pack_at_a_time() -> None:

@@ -68,6 +68,9 @@ def test_python_m_pagegen_is_pagegen() -> None:
         (("spec", "--block-size", "many"), "--block-size"),
         (("spec", "bf16-d65-h9x3-b16-NHD"), "head_dim=65"),
         (("cache", "destroy"), "see `pagegen cache --help`"),
+        *(((group,), f"Missing command; see `pagegen {group} --help`") for group in ("bench", "cache", "package")),
+        (("spec", ""), "neither a file nor a slug"),
+        (("check", "bf16-d64-h9x3-b16-NHD", "--seed", str(2**64)), "--seed"),
     ],
 )
 def test_a_wrong_request_is_one_line_and_exit_2(words: tuple[str, ...], said: str) -> None:

@@ -165,6 +165,7 @@ def test_an_interrupt_keeps_what_is_finished(tmp_path: Path, monkeypatch: pytest
         (("--prompt", "a", "--top-p", "1.5"), "top_p"),
         (("--prompt", "a", "--stop", ""), "stop"),
         (("--prompt", "a", "--kv-blocks", "0"), "num_blocks"),
+        (("--prompt", "a", "--kv-blocks", "9" * 30), "KV pool"),
         (("--prompt", "a", "--dtype", "fp8"), "fp32, bf16, fp16"),
         (("--prompt", "a", "--kernels", "/nowhere"), "/nowhere"),
         (("--input", "/nowhere.jsonl"), "/nowhere.jsonl"),
@@ -173,7 +174,26 @@ def test_an_interrupt_keeps_what_is_finished(tmp_path: Path, monkeypatch: pytest
 def test_a_wrong_request_is_one_line_and_exit_2(words: tuple[str, ...], said: str) -> None:
     result = generate(*words)
     assert result.status == 2 and result.stdout == ""
-    assert said in result.stderr.splitlines()[-1]
+    assert said in result.stderr and result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--host", ""), "--host is empty"),
+        (("--api-key", ""), "--api-key is empty"),
+        (("--port", "70000"), "port 70000"),
+        (("--max-queued-requests", "-1"), "--max-queued-requests -1"),
+        (("--shutdown-timeout", "nan"), "--shutdown-timeout nan"),
+        (("--shutdown-timeout", "-1"), "--shutdown-timeout -1"),
+        (("--max-num-seqs", "0"), "max_num_seqs=0"),
+        (("--kv-cache-memory", "all"), "--kv-cache-memory 'all'"),
+    ],
+)
+def test_serve_refuses_in_one_line(words: tuple[str, ...], said: str) -> None:
+    result = run("serve", "dummy:tiny", "--port", "0", *words)
+    assert result.status == 2 and result.stdout == ""
+    assert said in result.stderr and result.stderr.count("\n") == 1
 
 
 def test_an_unknown_model_says_which_words_are_known() -> None:

@@ -46,7 +46,15 @@ def test_a_file_says_the_same_as_the_spec_it_was_written_from(name: str, tmp_pat
         ("q_heads: 9\nkv_heads: 3\nhead_dim: 64\ncolour: red", "'colour'"),
         ("q_heads: 9\nkv_heads: 3\nhead_dim: 64\nphase: lunar", "phase='lunar'"),
         ("!!python/object/apply:os.system ['true']", "cannot be read"),
+        ("scale: 2001-13-45", "month must be in 1..12"),
+        ("q_heads: !!int nine", "cannot be read"),
+        ("q_heads: " + "9" * 5000, "cannot be read"),
+        ("[" * 20000, "cannot be read"),
+        ("{}", "holds no fields"),
+        ("1: 2\ncolour: red", "no text"),
+        ("q_heads: 9\nkv_heads: 3\nhead_dim: 64\nphase: [decode]", "phase=\\['decode'\\]"),
     ],
+    ids=lambda text: text[:20],
 )
 def test_a_bad_file_is_a_spec_error(text: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "spec.yaml").write_text(text)
@@ -54,7 +62,18 @@ def test_a_bad_file_is_a_spec_error(text: str, said: str, tmp_path: Path) -> Non
         spec_from(str(tmp_path / "spec.yaml"), None, {})
 
 
-@pytest.mark.parametrize(("spec", "model"), [(None, None), (SLUG, "dummy:tiny")])
+def test_a_json_file_is_read_as_json(tmp_path: Path) -> None:
+    """Tabs and 1e-05 are JSON, and neither is YAML as PyYAML reads it."""
+    (tmp_path / "spec.json").write_text('{\n\t"q_heads": 9, "kv_heads": 3, "head_dim": 64,\n\t"scale": 1e-05\n}')
+    assert spec_from(str(tmp_path / "spec.json"), None, {})[0].scale == 1e-05
+
+
+def test_a_word_too_long_for_a_file_name_is_no_file() -> None:
+    with pytest.raises(SpecError, match="neither a file nor a slug"):
+        spec_from("x" * 5000, None, {})
+
+
+@pytest.mark.parametrize(("spec", "model"), [(None, None), (SLUG, "dummy:tiny"), ("", "dummy:tiny")])
 def test_exactly_one_way_to_name_it(spec: str | None, model: str | None) -> None:
     with pytest.raises(SpecError, match="name one spec"):
         spec_from(spec, model, {})
@@ -111,7 +130,7 @@ def test_sizes(text: str, size: int) -> None:
     assert parse_size(text, "--kv-cache-memory") == size
 
 
-@pytest.mark.parametrize("text", ["", "0", "-1", "4T", "nan", "1e9", "M"])
+@pytest.mark.parametrize("text", ["", "0", "-1", "4T", "nan", "1e9", "M", "٤", "9" * 400])
 def test_bad_sizes_name_the_flag(text: str) -> None:
     with pytest.raises(ConfigError, match="--kv-cache-memory"):
         parse_size(text, "--kv-cache-memory")

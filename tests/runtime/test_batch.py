@@ -12,6 +12,7 @@ from pagegen.reference import ReferenceKernels
 from pagegen.runtime.batch import Batch
 from pagegen.runtime.block_manager import BlockManager
 from pagegen.runtime.kv_cache import KVCache, block_bytes
+from pagegen.runtime.policies import Demand
 from pagegen.runtime.sampling_params import SamplingParams
 from pagegen.runtime.scheduler import ScheduledBatch, ScheduledSequence
 from pagegen.runtime.sequence import Sequence
@@ -33,9 +34,9 @@ def scheduled(
 
 def test_a_decode_a_whole_prompt_and_a_chunk_share_one_flat_batch() -> None:
     blocks = BlockManager(10, 4)
-    blocks.allocate(0, 6)  # blocks 0, 1
-    blocks.allocate(1, 3)  # block 2
-    blocks.allocate(2, 9)  # blocks 3, 4, 5
+    blocks.allocate(0, Demand(range(6), 6), 6)  # blocks 0, 1
+    blocks.allocate(1, Demand(range(3), 3), 3)  # block 2
+    blocks.allocate(2, Demand(range(9), 9), 9)  # blocks 3, 4, 5
     plan = scheduled(([10, 11, 12, 13, 14, 15], 5, 1), ([20, 21, 22], 0, 3), (list(range(30, 39)), 3, 3))
     batch = Batch.from_scheduled(plan, blocks)
     assert batch.input_ids.tolist() == [15, 20, 21, 22, 33, 34, 35]
@@ -52,7 +53,7 @@ def test_a_decode_a_whole_prompt_and_a_chunk_share_one_flat_batch() -> None:
 
 def test_prompt_logprobs_ask_for_the_rows_that_score_the_prompt_after_the_sampled_ones() -> None:
     blocks = BlockManager(10, 4)
-    blocks.allocate(0, 5)
+    blocks.allocate(0, Demand(range(5), 5), 5)
     whole = Batch.from_scheduled(scheduled(([1, 2, 3, 4, 5], 0, 5), prompt_logprobs=0), blocks)
     assert whole.logits_rows.tolist() == [4, 0, 1, 2, 3]
     chunk = Batch.from_scheduled(scheduled(([1, 2, 3, 4, 5], 1, 3), prompt_logprobs=0), blocks)
@@ -69,7 +70,7 @@ def test_prompt_logprobs_ask_for_the_rows_that_score_the_prompt_after_the_sample
 def test_every_token_gets_the_slot_its_table_says(block_size: int, wanted: list[tuple[int, float, float]]) -> None:
     blocks, rows = BlockManager(700, block_size), []
     for seq_id, (length, low, high) in enumerate(wanted):
-        blocks.allocate(seq_id, length)
+        blocks.allocate(seq_id, Demand(range(length), length), length)
         start = int(low * (length - 1))
         rows.append((list(range(1000 * seq_id, 1000 * seq_id + length)), start, 1 + int(high * (length - start - 1))))
     batch = Batch.from_scheduled(scheduled(*rows), blocks)

@@ -16,6 +16,7 @@ from pagegen.runtime.kv_cache import KVCache
 from pagegen.runtime.layers import LMHead, RMSNorm, RotaryEmbedding, silu_and_mul
 from pagegen.runtime.models import MODELS, CausalLM, build_model
 from pagegen.runtime.models.config import ModelConfig, RopeScaling
+from pagegen.runtime.policies import Demand
 from pagegen.runtime.sampling_params import SamplingParams
 from pagegen.runtime.scheduler import ScheduledBatch, ScheduledSequence
 from pagegen.runtime.sequence import Sequence
@@ -68,7 +69,7 @@ class Session:
         for seq_id, token_ids in rows:
             start = self.blocks.num_tokens(seq_id)
             if not start:
-                self.blocks.allocate(seq_id, 0)
+                self.blocks.allocate(seq_id, Demand(range(0), 0), 0)
             self.blocks.append(seq_id, len(token_ids))
             sequence = Sequence(seq_id, "", [0] * start + token_ids, SamplingParams(), max_num_tokens=99)
             made.append(ScheduledSequence(sequence, start, len(token_ids)))

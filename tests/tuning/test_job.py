@@ -80,11 +80,13 @@ def test_a_winner_leaves_the_default_only_for_a_gain_that_its_interval_confirms(
                 return {Point.parse("1x1@9"): Measurement(anchor, seconds)}
 
         finalists = {Phase.DECODE: {"default": space.default, "finalist 1": other}}
-        (winner,), _ = job._decide(Stub(default), finalists)  # type: ignore[arg-type]
+        (winner,), rows = job._decide(Stub(default), finalists)  # type: ignore[arg-type]
         assert winner.confirmed is (kind == "clear")
         assert winner.config == (other if kind == "clear" else space.default)
         assert winner.kernel == ("attend_1" if kind == "clear" else "attend_0")
         assert winner.confirmed or winner.speedup == Interval(1.0, 1.0, 1.0)
+        ratios = {row.name: row.ratio.median for row in rows}
+        assert winner.confirmed or ratios["default"] == 1.0  # the rows are of the winner, not of who challenged it
 
 
 @pytest.mark.parametrize(

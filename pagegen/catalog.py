@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from .errors import SpecError
 from .space import Config, ConfigSpace, Constraint, Knob, Value, power_of_two
-from .spec import KernelSpec, KVLayout, Op, Order, Phase
+from .spec import MAX_LATENT_GROUP, DType, KernelSpec, KVLayout, Op, Order, Phase
 from .target import Target
 
 ALL_PHASES = frozenset(Phase)
@@ -53,9 +53,10 @@ def _options(spec: KernelSpec) -> Iterator[str]:
 # What each template knows. An option that matters to another op only (rope to write_kv, sinks to attend) is in every set.
 _ATTEND_ONLY = frozenset(("alibi", "sinks", "mask", "deterministic", "window", "window_right", "soft_cap", "score_mod"))
 _WRITE_ONLY = frozenset(("rope", "qk_norm"))
-_CPP_ATTEND = _WRITE_ONLY
-_CPP_WRITE_KV = _ATTEND_ONLY
-_CPP_COPY_BLOCKS = _ATTEND_ONLY | _WRITE_ONLY
+_CACHE = frozenset(("kv_dtype", "kv_zero", "v_in_k", *(f"kv_dtype={dtype}" for dtype in DType if dtype.quantised)))
+_CPP_ATTEND = _ATTEND_ONLY | _WRITE_ONLY | _CACHE
+_CPP_WRITE_KV = _ATTEND_ONLY | _WRITE_ONLY | _CACHE
+_CPP_MOVE = _ATTEND_ONLY | _WRITE_ONLY | _CACHE
 _TRITON_ATTEND = _WRITE_ONLY
 _TRITON_WRITE_KV = _ATTEND_ONLY
 _TRITON_COPY_BLOCKS = _ATTEND_ONLY | _WRITE_ONLY
@@ -76,16 +77,22 @@ def _supports(kind: str, known: frozenset[str]) -> Callable[[KernelSpec, Target]
 def _cpp_attend_space(spec: KernelSpec, target: Target) -> ConfigSpace:
     group = spec.group
     direct = max(rows for rows in (1, 2, 3, 4) if group % rows == 0 or group > 4)
+    tile_q = 16 if not spec.v_in_k else 1 << (min(16, MAX_LATENT_GROUP // group).bit_length() - 1)  # MLA: at most 128 rows
+
+    def fits(v: Mapping[str, Value]) -> bool:
+        return int(v["tile_q"]) * group * (spec.head_dim + spec.dim_v + int(v["tile_kv"])) * 4 <= 8 << 20
+
     return ConfigSpace(
         (
             power_of_two("tile_kv", 16, 256, 64, "tokens of one online-softmax step"),
-            power_of_two("tile_q", 4, 64, 16, "query tokens of one work item in prefill"),
+            power_of_two("tile_q", 1 if spec.v_in_k else 4, 64, tile_q, "query tokens of one work item in prefill"),
             power_of_two("split_kv", 256, 8192, 1024, "tokens of one work item in decode; the parts are combined"),
             Knob("row_block", (1, 2, 3, 4, 6, 8), direct, "query rows that share a loaded K or V vector, decode"),
             Knob("row_block_packed", (2, 4, 6, 8, 12), 6, "the same where the tile is packed first, prefill"),
             Knob("pack_rows", (8, 16, 32, 64), 16, "from this many rows on, K and V tiles are packed to fp32 first"),
             Knob("prefetch", (0, 1, 2), 1, "tiles ahead that are prefetched through the block table"),
         ),
+        (Constraint(fits, "the rows of one work item exceed 8 MiB a thread; lower tile_q or tile_kv"),),
     )
 
 
@@ -155,7 +162,10 @@ def _triton_attend_space(spec: KernelSpec, target: Target) -> ConfigSpace:
 TEMPLATES: tuple[Template, ...] = (
     Template(Op.ATTEND, "cpp", "cpp/attend.cpp.jinja", _cpp_attend_space, _supports("cpu", _CPP_ATTEND)),
     Template(Op.WRITE_KV, "cpp", "cpp/write_kv.cpp.jinja", _no_knobs, _supports("cpu", _CPP_WRITE_KV)),
-    Template(Op.COPY_BLOCKS, "cpp", "cpp/copy_blocks.cpp.jinja", _no_knobs, _supports("cpu", _CPP_COPY_BLOCKS)),
+    Template(Op.COPY_BLOCKS, "cpp", "cpp/copy_blocks.cpp.jinja", _no_knobs, _supports("cpu", _CPP_MOVE)),
+    Template(Op.GATHER_BLOCKS, "cpp", "cpp/stage_blocks.cpp.jinja", _no_knobs, _supports("cpu", _CPP_MOVE)),
+    Template(Op.SCATTER_BLOCKS, "cpp", "cpp/stage_blocks.cpp.jinja", _no_knobs, _supports("cpu", _CPP_MOVE)),
+    Template(Op.RELAYOUT, "cpp", "cpp/relayout.cpp.jinja", _no_knobs, _supports("cpu", _CPP_MOVE)),
     Template(Op.ATTEND, "triton", "triton/attend.py.jinja", _triton_attend_space, _supports("gpu", _TRITON_ATTEND)),
     Template(Op.WRITE_KV, "triton", "triton/write_kv.py.jinja", _no_knobs, _supports("gpu", _TRITON_WRITE_KV)),
     Template(Op.COPY_BLOCKS, "triton", "triton/copy_blocks.py.jinja", _no_knobs, _supports("gpu", _TRITON_COPY_BLOCKS)),

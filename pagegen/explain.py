@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from .records import DispatchRow, DispatchTable
-from .spec import KernelSpec, Op
+from .spec import PAGED_OPS, KernelSpec
 
 
 def explain(manifest: Mapping[str, Any]) -> str:
@@ -25,7 +25,7 @@ def _lines(manifest: Mapping[str, Any]) -> Iterator[str]:
         config = " ".join(f"{knob}={value}" for knob, value in entry["config"].items())
         form = "binary and source" if entry["binary"] else "source"
         yield f"  {name}: {entry['op']} from {entry['template']} ({form}), {config or 'no knobs'}"
-    for op in Op:
+    for op in PAGED_OPS:
         table = DispatchTable.from_dict(manifest["dispatch"][op.value])
         if table.rows:
             yield f"Dispatch of {op.value}, the first line that holds the batch"

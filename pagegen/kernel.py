@@ -191,14 +191,15 @@ def allocate_scales(spec: KernelSpec, num_blocks: int, device: str | torch.devic
     """Scales of 1 and zero points of 0 for `num_blocks` blocks of one layer; None unless the cache is quantised."""
     if spec.kv_scale is None:
         return None
-    shape = _scale_shape(spec, num_blocks)
+    shape = scale_shape(spec, num_blocks)
     k_scale, v_scale = (torch.ones(shape, device=device) for _ in "kv")
     if not spec.kv_zero:
         return KVScales(k_scale, v_scale)
     return KVScales(k_scale, v_scale, torch.zeros(shape, device=device), torch.zeros(shape, device=device))
 
 
-def _scale_shape(spec: KernelSpec, num_blocks: int) -> tuple[int, ...]:
+def scale_shape(spec: KernelSpec, num_blocks: int) -> tuple[int, ...]:
+    """Shape of each of a cache's scales."""
     match spec.kv_scale:
         case KVScale.TENSOR:
             return (1,)
@@ -232,37 +233,42 @@ def _strides(order: Order, cache: torch.Tensor) -> tuple[int, int, int, int]:
 # --- argument checks ---------------------------------------------------------------------------------------------
 
 
-def _require(ok: bool, name: str, got: object, want: object) -> None:
+def require(ok: bool, name: str, got: object, want: object) -> None:
+    """Raises KernelError naming both sides unless `ok`."""
     if not ok:
         raise KernelError(f"{name}: got {got}, expected {want}")
 
 
-def _check_rows(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+def check_rows(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    """Checks a tensor whose last dimension is dense."""
     if tensor.shape == shape and tensor.dtype == dtype and tensor.device == device and tensor.stride(-1) == 1:
         return  # nearly every call of a decode step ends here, a dozen times a layer
-    _require(tensor.shape == shape, f"{name} shape", tuple(tensor.shape), shape)
-    _require(tensor.dtype == dtype, f"{name} dtype", tensor.dtype, dtype)
-    _require(tensor.device == device, f"{name} device", tensor.device, device)
-    _require(tensor.shape[-1] <= 1, f"{name} last stride", tensor.stride(-1), 1)
+    require(tensor.shape == shape, f"{name} shape", tuple(tensor.shape), shape)
+    require(tensor.dtype == dtype, f"{name} dtype", tensor.dtype, dtype)
+    require(tensor.device == device, f"{name} device", tensor.device, device)
+    require(tensor.shape[-1] <= 1, f"{name} last stride", tensor.stride(-1), 1)
 
 
-def _length(tensor: torch.Tensor, dim: int = 0) -> int:
-    return tensor.shape[dim] if tensor.dim() else 0  # a 0-d tensor then fails its shape check, with a message
+def length(tensor: torch.Tensor, dim: int = 0) -> int:
+    """A tensor's extent; 0 for a 0-d one, which then fails its shape check, with a message."""
+    return tensor.shape[dim] if tensor.dim() else 0
 
 
 def check_cache(spec: KernelSpec, k_cache: torch.Tensor, v_cache: torch.Tensor) -> int:
     """Checks both caches against the spec and each other; returns the number of blocks."""
-    layout, dtype, num_blocks = spec.kv_layout, TORCH_DTYPES[spec.cache_dtype], _length(k_cache)
+    layout, dtype, num_blocks = spec.kv_layout, TORCH_DTYPES[spec.cache_dtype], length(k_cache)
     k_shape = layout.k_shape(num_blocks, spec.block_size, spec.kv_heads, spec.k_width)
     v_shape = layout.v_shape(num_blocks, spec.block_size, spec.kv_heads, spec.v_width)
-    _check_rows("k_cache", k_cache, k_shape, dtype, k_cache.device)
-    _check_rows("v_cache", v_cache, v_shape, dtype, k_cache.device)
+    check_rows("k_cache", k_cache, k_shape, dtype, k_cache.device)
+    check_rows("v_cache", v_cache, v_shape, dtype, k_cache.device)
+    if layout.k_order is Order.HDN and spec.block_size > 1:
+        require(k_cache.stride(3) == layout.x, "k_cache token stride", k_cache.stride(3), f"{layout.x} (tokens lie side by side)")
     if spec.v_in_k and (v_cache.data_ptr() != k_cache.data_ptr() or v_cache.stride() != k_cache.stride()):
         raise KernelError("v_cache: got memory of its own, expected the view k_cache[..., :head_dim_v] (spec.v_in_k)")
     return num_blocks
 
 
-def _given(name: str, value: object, wanted: bool, field: str) -> bool:
+def given(name: str, value: object, wanted: bool, field: str) -> bool:
     """Whether an optional argument is there; raises KernelError unless that is what the spec asks for."""
     if (value is not None) != wanted:
         raise KernelError(f"{name}: got {'none' if wanted else 'one'}, expected {'one' if wanted else 'none'} (spec.{field})")
@@ -271,15 +277,15 @@ def _given(name: str, value: object, wanted: bool, field: str) -> bool:
 
 def check_scales(spec: KernelSpec, scales: KVScales | None, num_blocks: int, device: torch.device) -> None:
     """Checks a quantised cache's scales and zero points against the spec."""
-    if not _given("scales", scales, spec.kv_scale is not None, "kv_dtype") or scales is None:
+    if not given("scales", scales, spec.kv_scale is not None, "kv_dtype") or scales is None:
         return
-    shape = _scale_shape(spec, num_blocks)
+    shape = scale_shape(spec, num_blocks)
     for name, scale, zero in (("k", scales.k_scale, scales.k_zero), ("v", scales.v_scale, scales.v_zero)):
-        _require(scale.shape == shape, f"{name}_scale shape", tuple(scale.shape), shape)
-        _require(scale.dtype == torch.float32 and scale.device == device, f"{name}_scale", scale.dtype, f"float32 on {device}")
-        if _given(f"{name}_zero", zero, spec.kv_zero, "kv_zero") and zero is not None:
-            _require(zero.shape == shape and zero.stride() == scale.stride(), f"{name}_zero", "another geometry", f"{name}_scale's")
-            _require(zero.dtype == torch.float32 and zero.device == device, f"{name}_zero", zero.dtype, f"float32 on {device}")
+        require(scale.shape == shape, f"{name}_scale shape", tuple(scale.shape), shape)
+        require(scale.dtype == torch.float32 and scale.device == device, f"{name}_scale", scale.dtype, f"float32 on {device}")
+        if given(f"{name}_zero", zero, spec.kv_zero, "kv_zero") and zero is not None:
+            require(zero.shape == shape and zero.stride() == scale.stride(), f"{name}_zero", "another geometry", f"{name}_scale's")
+            require(zero.dtype == torch.float32 and zero.device == device, f"{name}_zero", zero.dtype, f"float32 on {device}")
 
 
 def check_attend(
@@ -300,16 +306,16 @@ def check_attend(
     """
     num_blocks = check_cache(spec, k_cache, v_cache)
     device, dtype = k_cache.device, TORCH_DTYPES[spec.dtype]
-    tokens, seqs = _length(q), _length(context_lens)
-    _check_rows("q", q, (tokens, spec.q_heads, spec.head_dim), dtype, device)
-    _check_rows("out", out, (tokens, spec.q_heads, spec.dim_v), dtype, device)
-    _check_rows("block_table", block_table, (seqs, _length(block_table, -1)), torch.int32, device)
-    _check_rows("context_lens", context_lens, (seqs,), torch.int32, device)
-    _check_rows("cu_seqlens_q", cu_seqlens_q, (seqs + 1,), torch.int32, device)
+    tokens, seqs = length(q), length(context_lens)
+    check_rows("q", q, (tokens, spec.q_heads, spec.head_dim), dtype, device)
+    check_rows("out", out, (tokens, spec.q_heads, spec.dim_v), dtype, device)
+    check_rows("block_table", block_table, (seqs, length(block_table, -1)), torch.int32, device)
+    check_rows("context_lens", context_lens, (seqs,), torch.int32, device)
+    check_rows("cu_seqlens_q", cu_seqlens_q, (seqs + 1,), torch.int32, device)
     if (lse is not None) != spec.lse:
-        _require(False, "lse tensor", "none" if lse is None else "given", "one" if spec.lse else "none (spec.lse is false)")
+        require(False, "lse tensor", "none" if lse is None else "given", "one" if spec.lse else "none (spec.lse is false)")
     if lse is not None:
-        _check_rows("lse", lse, (tokens, spec.q_heads), torch.float32, device)
+        check_rows("lse", lse, (tokens, spec.q_heads), torch.float32, device)
     if extras is not NO_ATTEND_EXTRAS or _needs_extras(spec):
         _check_attend_extras(spec, extras, num_blocks, tokens, device)
     return num_blocks
@@ -322,15 +328,15 @@ def _needs_extras(spec: KernelSpec) -> bool:
 def _check_attend_extras(spec: KernelSpec, extras: AttendExtras, num_blocks: int, tokens: int, device: torch.device) -> None:
     check_scales(spec, extras.scales, num_blocks, device)
     for name, tensor, field in (("alibi_slopes", extras.alibi_slopes, "alibi"), ("sinks", extras.sinks, "sinks")):
-        if _given(name, tensor, getattr(spec, field), field) and tensor is not None:
-            _check_rows(name, tensor, (spec.q_heads,), torch.float32, device)
+        if given(name, tensor, getattr(spec, field), field) and tensor is not None:
+            check_rows(name, tensor, (spec.q_heads,), torch.float32, device)
     mask = extras.mask
-    if _given("mask", mask, spec.mask, "mask") and mask is not None:
+    if given("mask", mask, spec.mask, "mask") and mask is not None:
         dtype = torch.bool if mask.dtype == torch.bool else torch.uint8
-        _check_rows("mask", mask, (tokens, _length(mask, -1)), dtype, device)
+        check_rows("mask", mask, (tokens, length(mask, -1)), dtype, device)
     prefix = extras.shared_prefix_len
     ok = prefix >= 0 and prefix % spec.block_size == 0
-    _require(ok, "shared_prefix_len", prefix, f"a multiple of block_size={spec.block_size}, 0 for none")
+    require(ok, "shared_prefix_len", prefix, f"a multiple of block_size={spec.block_size}, 0 for none")
 
 
 def check_write_kv(
@@ -345,10 +351,10 @@ def check_write_kv(
     """The same for write_kv; k and v come in the cache's dtype, or in spec.dtype if write_kv rotates or quantises them."""
     num_blocks = check_cache(spec, k_cache, v_cache)
     raw = spec.rope is not None or spec.cache_dtype.quantised
-    device, dtype, tokens = k_cache.device, TORCH_DTYPES[spec.dtype if raw else spec.cache_dtype], _length(k)
-    _check_rows("k", k, (tokens, spec.kv_heads, spec.head_dim), dtype, device)
-    _check_rows("v", v, (tokens, spec.kv_heads, spec.dim_v), dtype, device)
-    _check_rows("slot_mapping", slot_mapping, (tokens,), torch.int64, device)
+    device, dtype, tokens = k_cache.device, TORCH_DTYPES[spec.dtype if raw else spec.cache_dtype], length(k)
+    check_rows("k", k, (tokens, spec.kv_heads, spec.head_dim), dtype, device)
+    check_rows("v", v, (tokens, spec.kv_heads, spec.dim_v), dtype, device)
+    check_rows("slot_mapping", slot_mapping, (tokens,), torch.int64, device)
     if raw or extras is not NO_WRITE_EXTRAS:
         check_scales(spec, extras.scales, num_blocks, device)
         _check_rope(spec, extras, tokens, dtype, device)
@@ -361,13 +367,13 @@ def _check_rope(spec: KernelSpec, extras: WriteExtras, tokens: int, dtype: torch
         ("q", extras.q, "rope", heads, dtype),
         ("q_out", extras.q_out, "rope", heads, dtype),
         ("positions", extras.positions, "rope", (tokens,), torch.int64),
-        ("cos_sin", extras.cos_sin, "rope", (_length(extras.cos_sin) if extras.cos_sin is not None else 0, spec.rotary_dim), torch.float32),
+        ("cos_sin", extras.cos_sin, "rope", (length(extras.cos_sin) if extras.cos_sin is not None else 0, spec.rotary_dim), torch.float32),
         ("q_weight", extras.q_weight, "qk_norm", (spec.head_dim,), torch.float32),
         ("k_weight", extras.k_weight, "qk_norm", (spec.head_dim,), torch.float32),
     )
     for name, tensor, field, shape, kind in fields:
-        if _given(name, tensor, bool(getattr(spec, field)), field) and tensor is not None:
-            _check_rows(name, tensor, shape, kind, device)  # type: ignore[arg-type]  # rotary_dim is filled where rope is
+        if given(name, tensor, bool(getattr(spec, field)), field) and tensor is not None:
+            check_rows(name, tensor, shape, kind, device)  # type: ignore[arg-type]  # rotary_dim is filled where rope is
 
 
 def check_copy_blocks(
@@ -376,80 +382,82 @@ def check_copy_blocks(
     """The same for copy_blocks; also refuses a block that is both source and destination, or a destination twice."""
     num_blocks = check_cache(spec, k_cache, v_cache)
     check_scales(spec, scales, num_blocks, k_cache.device)
-    _check_rows("pairs", pairs, (_length(pairs), 2), torch.int64, k_cache.device)
-    _require(pairs.is_contiguous(), "pairs", "strided", "contiguous")
+    check_rows("pairs", pairs, (length(pairs), 2), torch.int64, k_cache.device)
+    require(pairs.is_contiguous(), "pairs", "strided", "contiguous")
     rows: list[list[int]] = pairs.tolist()
     sources, destinations = {row[0] for row in rows}, [row[1] for row in rows]
-    _require(len(set(destinations)) == len(rows), "pairs", "a destination twice", "distinct destinations")
+    require(len(set(destinations)) == len(rows), "pairs", "a destination twice", "distinct destinations")
     both = sources.intersection(destinations)
-    _require(not both, "pairs", f"block {min(both, default=0)} as source and destination", "no block that is both")
+    require(not both, "pairs", f"block {min(both, default=0)} as source and destination", "no block that is both")
     return num_blocks
 
 
 # --- the C ABI (templates/cpp/abi.h) --------------------------------------------------------------------------------
 
 
-def _struct(name: str, fields: Sequence[tuple[str, type]]) -> type[ctypes.Structure]:
+def c_struct(name: str, fields: Sequence[tuple[str, type]]) -> type[ctypes.Structure]:
+    """An args struct: `size`, then `fields`."""
     return type(name, (ctypes.Structure,), {"_fields_": [("size", ctypes.c_uint64), *fields]})
 
 
-_P, _I64, _I32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+POINTER, INT64, INT32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 
 
-def _fields(kind: type, names: str) -> list[tuple[str, type]]:
+def c_fields(kind: type, names: str) -> list[tuple[str, type]]:
+    """Fields of one type."""
     return [(name, kind) for name in names.split()]
 
 
-_CACHE_STRIDES = _fields(
-    _I64,
+CACHE_STRIDES = c_fields(
+    INT64,
     "k_stride_block k_stride_token k_stride_head k_stride_dim v_stride_block v_stride_token v_stride_head v_stride_dim",
 )
 
-_SCALES = [
-    *_fields(_P, "k_scale v_scale k_zero v_zero"),
-    *_fields(_I64, "k_scale_stride_block k_scale_stride_token k_scale_stride_head"),
-    *_fields(_I64, "v_scale_stride_block v_scale_stride_token v_scale_stride_head"),
+SCALES = [
+    *c_fields(POINTER, "k_scale v_scale k_zero v_zero"),
+    *c_fields(INT64, "k_scale_stride_block k_scale_stride_token k_scale_stride_head"),
+    *c_fields(INT64, "v_scale_stride_block v_scale_stride_token v_scale_stride_head"),
 ]
 
-AttendArgs = _struct(
+AttendArgs = c_struct(
     "AttendArgs",
     [
-        *_fields(_P, "q out lse k_cache v_cache block_table context_lens cu_seqlens_q workspace"),
+        *c_fields(POINTER, "q out lse k_cache v_cache block_table context_lens cu_seqlens_q workspace"),
         ("workspace_bytes", ctypes.c_uint64),
-        *_fields(_I64, "num_tokens num_seqs num_blocks table_width"),
-        *_fields(_I64, "q_stride_token q_stride_head out_stride_token out_stride_head lse_stride_token lse_stride_head"),
-        *_CACHE_STRIDES,
-        ("block_table_stride", _I64),
+        *c_fields(INT64, "num_tokens num_seqs num_blocks table_width"),
+        *c_fields(INT64, "q_stride_token q_stride_head out_stride_token out_stride_head lse_stride_token lse_stride_head"),
+        *CACHE_STRIDES,
+        ("block_table_stride", INT64),
         ("scale", ctypes.c_float),
-        ("num_threads", _I32),
-        *_SCALES,
-        *_fields(_P, "alibi_slopes sinks mask"),
-        *_fields(_I64, "mask_stride_token mask_width shared_prefix_len"),
+        ("num_threads", INT32),
+        *SCALES,
+        *c_fields(POINTER, "alibi_slopes sinks mask"),
+        *c_fields(INT64, "mask_stride_token mask_width shared_prefix_len"),
     ],
 )
-WriteKVArgs = _struct(
+WriteKVArgs = c_struct(
     "WriteKVArgs",
     [
-        *_fields(_P, "k v k_cache v_cache slot_mapping"),
-        *_fields(_I64, "num_tokens num_blocks"),
-        *_fields(_I64, "src_k_stride_token src_k_stride_head src_v_stride_token src_v_stride_head"),
-        *_CACHE_STRIDES,
-        *_fields(_I32, "num_threads reserved"),
-        *_SCALES,
-        *_fields(_P, "q q_out positions cos_sin q_weight k_weight"),
-        *_fields(_I64, "q_stride_token q_stride_head q_out_stride_token q_out_stride_head cos_sin_stride max_positions"),
+        *c_fields(POINTER, "k v k_cache v_cache slot_mapping"),
+        *c_fields(INT64, "num_tokens num_blocks"),
+        *c_fields(INT64, "src_k_stride_token src_k_stride_head src_v_stride_token src_v_stride_head"),
+        *CACHE_STRIDES,
+        *c_fields(INT32, "num_threads reserved"),
+        *SCALES,
+        *c_fields(POINTER, "q q_out positions cos_sin q_weight k_weight"),
+        *c_fields(INT64, "q_stride_token q_stride_head q_out_stride_token q_out_stride_head cos_sin_stride max_positions"),
         ("eps", ctypes.c_float),
-        ("reserved2", _I32),
+        ("reserved2", INT32),
     ],
 )
-CopyBlocksArgs = _struct(
+CopyBlocksArgs = c_struct(
     "CopyBlocksArgs",
     [
-        *_fields(_P, "k_cache v_cache pairs"),
-        *_fields(_I64, "num_pairs num_blocks"),
-        *_CACHE_STRIDES,
-        *_fields(_I32, "num_threads reserved"),
-        *_SCALES,
+        *c_fields(POINTER, "k_cache v_cache pairs"),
+        *c_fields(INT64, "num_pairs num_blocks"),
+        *CACHE_STRIDES,
+        *c_fields(INT32, "num_threads reserved"),
+        *SCALES,
     ],
 )
 
@@ -459,7 +467,7 @@ _STATUS = {
     3: "cu_seqlens_q must start at 0, never decrease, and end at or before the number of rows of q",
     4: "context_lens must be at least 0 and at most block_table width * block_size",
     5: "block_table names a block outside the cache",
-    6: "slot_mapping or pairs names a slot or block outside the cache (-1 skips a slot)",
+    6: "slot_mapping, pairs, blocks or slots names a slot or block outside the cache (-1 skips a slot)",
     7: "shared_prefix_len exceeds a context, or block_table does not begin with the same blocks for every sequence",
     8: "positions lie outside cos_sin",
 }
@@ -496,24 +504,27 @@ class CppKernel:
             raise KernelError(f"{self.op.value}: {_STATUS.get(status, f'status {status}')}")
 
 
-def _pointer(tensor: torch.Tensor | None) -> int | None:
+def pointer(tensor: torch.Tensor | None) -> int | None:
+    """Address of an optional tensor."""
     return None if tensor is None else tensor.data_ptr()
 
 
 _NO_SCALES = (None,) * 4 + (0,) * 6
 
 
-def _scale_arguments(spec: KernelSpec, scales: KVScales | None) -> tuple[int | None, ...]:
+def scale_arguments(spec: KernelSpec, scales: KVScales | None) -> tuple[int | None, ...]:
+    """Values of the fields `SCALES`."""
     if scales is None:
         return _NO_SCALES
     strides = [(0, 0, scale.stride(0)) if scale.dim() == 1 else scale.stride() for scale in (scales.k_scale, scales.v_scale)]
     if spec.kv_scale is KVScale.TENSOR:
         strides = [(0, 0, 0), (0, 0, 0)]
     pointers = (scales.k_scale, scales.v_scale, scales.k_zero, scales.v_zero)
-    return (*map(_pointer, pointers), *strides[0], *strides[1])
+    return (*map(pointer, pointers), *strides[0], *strides[1])
 
 
-def _cache_strides(layout: KVLayout, k_cache: torch.Tensor, v_cache: torch.Tensor) -> tuple[int, ...]:
+def cache_strides(layout: KVLayout, k_cache: torch.Tensor, v_cache: torch.Tensor) -> tuple[int, ...]:
+    """Values of the fields `CACHE_STRIDES`."""
     return (*k_strides(layout, k_cache), *v_strides(layout, v_cache))
 
 
@@ -560,7 +571,7 @@ class CppAttend(CppKernel):
             out.stride(1),
             lse.stride(0) if lse is not None else 0,
             lse.stride(1) if lse is not None else 0,
-            *_cache_strides(spec.kv_layout, k_cache, v_cache),
+            *cache_strides(spec.kv_layout, k_cache, v_cache),
             block_table.stride(0),
             spec.softmax_scale if scale is None else scale,
             torch.get_num_threads(),
@@ -576,10 +587,10 @@ class CppAttend(CppKernel):
         self._check(self._run(ctypes.byref(args)))
 
     def _pass_extras(self, args: ctypes.Structure, extras: AttendExtras) -> None:
-        names = [name for name, _ in _SCALES]
-        for name, value in zip(names, _scale_arguments(self.spec, extras.scales), strict=True):
+        names = [name for name, _ in SCALES]
+        for name, value in zip(names, scale_arguments(self.spec, extras.scales), strict=True):
             setattr(args, name, value)
-        args.alibi_slopes, args.sinks, args.mask = map(_pointer, (extras.alibi_slopes, extras.sinks, extras.mask))
+        args.alibi_slopes, args.sinks, args.mask = map(pointer, (extras.alibi_slopes, extras.sinks, extras.mask))
         if extras.mask is not None:
             args.mask_stride_token, args.mask_width = extras.mask.stride(0), extras.mask.shape[1]
         args.shared_prefix_len = extras.shared_prefix_len
@@ -612,14 +623,14 @@ class CppWriteKV(CppKernel):
             k.stride(1),
             v.stride(0),
             v.stride(1),
-            *_cache_strides(self.spec.kv_layout, k_cache, v_cache),
+            *cache_strides(self.spec.kv_layout, k_cache, v_cache),
             torch.get_num_threads(),
             0,
-            *_scale_arguments(self.spec, extras.scales),
+            *scale_arguments(self.spec, extras.scales),
         )
         if extras.q is not None and extras.q_out is not None and extras.cos_sin is not None:
             pointers = (extras.q, extras.q_out, extras.positions, extras.cos_sin, extras.q_weight, extras.k_weight)
-            args.q, args.q_out, args.positions, args.cos_sin, args.q_weight, args.k_weight = map(_pointer, pointers)
+            args.q, args.q_out, args.positions, args.cos_sin, args.q_weight, args.k_weight = map(pointer, pointers)
             args.q_stride_token, args.q_stride_head = extras.q.stride()[:2]
             args.q_out_stride_token, args.q_out_stride_head = extras.q_out.stride()[:2]
             args.cos_sin_stride, args.max_positions = extras.cos_sin.stride(0), extras.cos_sin.shape[0]
@@ -641,16 +652,9 @@ class CppCopyBlocks(CppKernel):
             pairs.data_ptr(),
             pairs.shape[0],
             num_blocks,
-            *_cache_strides(self.spec.kv_layout, k_cache, v_cache),
+            *cache_strides(self.spec.kv_layout, k_cache, v_cache),
             torch.get_num_threads(),
             0,
-            *(_scale_arguments(self.spec, scales)),
+            *(scale_arguments(self.spec, scales)),
         )
         self._check(self._run(ctypes.byref(args)))
-
-
-CPP_KERNELS: dict[Op, type[CppAttend | CppWriteKV | CppCopyBlocks]] = {
-    Op.ATTEND: CppAttend,
-    Op.WRITE_KV: CppWriteKV,
-    Op.COPY_BLOCKS: CppCopyBlocks,
-}

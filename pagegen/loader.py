@@ -35,8 +35,9 @@ from .kernel import (
 )
 from .paths import cache_dir, write_atomic
 from .records import DispatchTable, phase_of
-from .spec import KernelSpec, Op, parse_slug
+from .spec import PAGED_OPS, KernelSpec, Op, parse_slug
 from .target import Fingerprint, Target, detect, detect_gpu, hardware_fingerprint, is_present, parse_target
+from .transfer import AnyKernel
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -87,7 +88,7 @@ def _fault(manifest: Mapping[str, Any]) -> str | None:
         wrong = [field for field, kind in KERNEL_FIELDS.items() if not isinstance(entry, dict) or not isinstance(entry.get(field), kind)]
         if wrong:
             return f"kernel {name!r}: {wrong[0]!r} is missing or of another type"
-        if entry["op"] not in set(Op) or entry["language"] not in ("cpp", "triton"):
+        if entry["op"] not in PAGED_OPS or entry["language"] not in ("cpp", "triton"):
             return f"kernel {name!r}: op {entry['op']!r} in {entry['language']!r} is not known"
     return None
 
@@ -146,9 +147,9 @@ class PackagedKernels:
         self.name: str = self.manifest["name"]
         self.spec = KernelSpec.from_dict(self.manifest["spec"])
         self.target = parse_target(self.manifest["target"])
-        self.dispatch = {op: self._table(op) for op in Op}
+        self.dispatch = {op: self._table(op) for op in PAGED_OPS}
         self._lock = threading.Lock()
-        self._loaded: dict[str, Attend | WriteKV | CopyBlocks] | None = None
+        self._loaded: dict[str, AnyKernel] | None = None
 
     def _table(self, op: Op) -> DispatchTable:
         table, kernels = DispatchTable.from_dict(self.manifest["dispatch"].get(op.value, {})), self.manifest["kernels"]
@@ -242,7 +243,7 @@ class PackagedKernels:
         """
         self._kernels()
 
-    def _kernels(self) -> dict[str, Attend | WriteKV | CopyBlocks]:
+    def _kernels(self) -> dict[str, AnyKernel]:
         if self._loaded is None:
             with self._lock:
                 if self._loaded is None:
@@ -276,7 +277,7 @@ class PackagedKernels:
                 f"`{tune_command(self.spec, self.target, self.folder)}`"
             )
 
-    def _load(self, name: str) -> Attend | WriteKV | CopyBlocks:
+    def _load(self, name: str) -> AnyKernel:
         entry = self.manifest["kernels"][name]
         op, text = Op(entry["op"]), self._verified(entry["source"]).read_text()
         if entry["language"] == "triton":
@@ -312,7 +313,7 @@ class PackagedKernels:
         if record and record.exists():
             return
         fallback, *winners = self.dispatch[Op.ATTEND].kernels
-        for name, ops in ((fallback, tuple(Op)), *((winner, (Op.ATTEND,)) for winner in winners)):
+        for name, ops in ((fallback, PAGED_OPS), *((winner, (Op.ATTEND,)) for winner in winners)):
             report = check_kernels(self._with_attend(name, kernels), "quick", ops, device=self.device)
             if not report.passed:
                 raise PackageError(

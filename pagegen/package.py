@@ -53,11 +53,11 @@ from pagegen.loader import FORMAT, MANIFEST, fingerprint, read_manifest
 from pagegen.paths import package_cache
 from pagegen.records import DispatchTable
 from pagegen.render import Source, environment, render
-from pagegen.spec import KernelSpec, Op
+from pagegen.spec import PAGED_OPS, KernelSpec, Op
 from pagegen.target import Fingerprint, Target, hardware_fingerprint, is_present, parse_target
 
 VENDORED = (
-    *("errors.py", "expression.py", "paths.py", "spec.py", "target.py", "space.py", "records.py", "kernel.py", "reference.py"),
+    *("errors.py", "expression.py", "paths.py", "spec.py", "target.py", "space.py", "records.py", "kernel.py", "transfer.py", "reference.py"),
     *("build/cpp.py", "build/triton.py", "check/suite.py", "check/tensors.py", "check/compare.py", "explain.py", "loader.py"),
     *("tuning/measure.py", "tuning/workload.py", "tuning/baselines.py"),
 )
@@ -188,7 +188,7 @@ def write_package(
         "target": target.name,
         "fingerprint": {"hardware": dict(made_on.hardware), "toolchain": dict(made_on.toolchain)},
         "kernels": {key: _entry(key, packaged) for key, packaged in kernels.items()},
-        "dispatch": {op.value: dispatch[op].to_dict() for op in Op},
+        "dispatch": {op.value: dispatch[op].to_dict() for op in PAGED_OPS},
         "evidence": dict(evidence),
     }
     with _staged(out / name) as root:
@@ -258,9 +258,9 @@ def _check_dispatch(
             raise PackageError(f"kernel {name} is {made_of.name}; the package is for {target.name} {spec.slug}")
         if not name.isidentifier():
             raise PackageError(f"kernel name {name!r} is no identifier; it names files and rows of the dispatch table")
-    for op in Op:
+    for op in PAGED_OPS:
         if op not in dispatch:
-            raise PackageError(f"the package has no dispatch table for {op.value}; allowed is one for each of {', '.join(Op)}")
+            raise PackageError(f"the package has no dispatch table for {op.value}; allowed is one for each of {', '.join(PAGED_OPS)}")
         if op is not Op.ATTEND and dispatch[op].rows:
             raise PackageError(f"{op.value} is not dispatched by batch; leave the rows of its table empty")
         for name in dispatch[op].kernels:
@@ -283,7 +283,7 @@ def _entry(name: str, packaged: Packaged) -> dict[str, Any]:
 
 def _digest(kernels: Mapping[str, Packaged], dispatch: Mapping[Op, DispatchTable]) -> str:
     """Short content hash: packages that behave differently have different versions."""
-    content = [{name: packaged.source.key for name, packaged in kernels.items()}, {op: dispatch[op].to_dict() for op in Op}]
+    content = [{name: packaged.source.key for name, packaged in kernels.items()}, {op: dispatch[op].to_dict() for op in PAGED_OPS}]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:8]
 
 

@@ -23,6 +23,7 @@ from .kernel import (
     check_write_kv,
 )
 from .spec import DType, KernelSpec, KVScale, Order, Rope
+from .transfer import check_gather_blocks, check_relayout, check_scatter_blocks
 
 
 def token_view(order: Order, cache: torch.Tensor) -> torch.Tensor:
@@ -36,6 +37,20 @@ def token_view(order: Order, cache: torch.Tensor) -> torch.Tensor:
             return cache.permute(0, 3, 1, 2, 4).flatten(-2)
         case Order.HDN:
             return cache.permute(0, 3, 1, 2)
+
+
+def store_tokens(order: Order, cache: torch.Tensor, at: tuple[torch.Tensor, torch.Tensor], rows: torch.Tensor) -> None:
+    """Writes rows `[T, kv_heads, head_dim]` at (block, token in it), whatever the cache tensor's layout and dtype."""
+    rows = rows.to(cache.dtype)
+    if order is Order.HDN and cache.dim() == 5:
+        cache[at[0], :, :, at[1]] = rows.reshape(*rows.shape[:-1], cache.shape[2], cache.shape[4])
+    else:
+        token_view(order, cache)[at] = rows
+
+
+def scale_tensors(scales: KVScales) -> list[torch.Tensor]:
+    """The scales and zero points that there are."""
+    return [tensor for tensor in (scales.k_scale, scales.v_scale, scales.k_zero, scales.v_zero) if tensor is not None]
 
 
 def dequantise(spec: KernelSpec, stored: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None) -> torch.Tensor:
@@ -133,7 +148,10 @@ def rotate(spec: KernelSpec, x: torch.Tensor, positions: torch.Tensor, cos_sin: 
 
 
 class ReferenceKernels:
-    """`PagedKernels` in float64: exact inputs, one rounding at the store. Quantisation is in fp32, as kernels do it."""
+    """`PagedKernels`, and the ops of pagegen.transfer, in float64: exact inputs, one rounding at the store.
+
+    Quantisation is in fp32, as kernels do it.
+    """
 
     def __init__(self, spec: KernelSpec) -> None:
         self.spec = spec
@@ -252,10 +270,7 @@ class ReferenceKernels:
             stored = rows[tokens]
             if scales is not None:
                 stored = self._quantised(name, stored.float(), at, scales)
-            if order is Order.HDN and cache.dim() == 5:
-                cache[at[0], :, :, at[1]] = stored.reshape(*stored.shape[:-1], stored.shape[-1] // layout.x, layout.x)
-            else:
-                token_view(order, cache)[at] = stored
+            store_tokens(order, cache, at, stored)
 
     def _quantised(self, name: str, rows: torch.Tensor, at: tuple[torch.Tensor, torch.Tensor], scales: KVScales) -> torch.Tensor:
         """Stored rows; scales per token and head are written, coarser ones read."""
@@ -273,8 +288,67 @@ class ReferenceKernels:
     ) -> None:
         """See pagegen.kernel for the shapes."""
         check_copy_blocks(self.spec, k_cache, v_cache, pairs, scales)
-        moved = [k_cache] if self.spec.v_in_k else [k_cache, v_cache]
-        if scales is not None and self.spec.kv_scale is KVScale.TOKEN_HEAD:
-            moved += [t for t in (scales.k_scale, scales.v_scale, scales.k_zero, scales.v_zero) if t is not None]
-        for tensor in moved:
+        for tensor in _moved(self.spec, k_cache, v_cache, scales):
             tensor[pairs[:, 1]] = tensor[pairs[:, 0]]
+
+    def gather_blocks(
+        self,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        blocks: torch.Tensor,
+        staging: torch.Tensor,
+        *,
+        scales: KVScales | None = None,
+    ) -> None:
+        """See pagegen.transfer for the shapes."""
+        check_gather_blocks(self.spec, k_cache, v_cache, blocks, staging, scales)
+        parts = [tensor[blocks].flatten(1).view(torch.uint8) for tensor in _moved(self.spec, k_cache, v_cache, scales)]
+        staging.copy_(torch.cat(parts, dim=1))
+
+    def scatter_blocks(
+        self,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        blocks: torch.Tensor,
+        staging: torch.Tensor,
+        *,
+        scales: KVScales | None = None,
+    ) -> None:
+        """See pagegen.transfer for the shapes."""
+        check_scatter_blocks(self.spec, k_cache, v_cache, blocks, staging, scales)
+        begin = 0
+        for tensor in _moved(self.spec, k_cache, v_cache, scales):
+            end = begin + tensor.shape[1:].numel() * tensor.element_size()
+            tensor[blocks] = staging[:, begin:end].clone().view(tensor.dtype).reshape(-1, *tensor.shape[1:])
+            begin = end
+
+    def relayout(
+        self,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        source_k: torch.Tensor,
+        source_v: torch.Tensor,
+        slots: torch.Tensor,
+        *,
+        source: KernelSpec,
+        scales: KVScales | None = None,
+        source_scales: KVScales | None = None,
+    ) -> None:
+        """See pagegen.transfer for the shapes."""
+        spec = self.spec
+        check_relayout(spec, k_cache, v_cache, source_k, source_v, slots, source, scales, source_scales)
+        read, written = slots[(slots >= 0).all(1)].unbind(1)
+        there, here = ((s // cache.block_size, s % cache.block_size) for s, cache in ((read, source), (written, spec)))
+        layout, theirs = spec.kv_layout, source.kv_layout
+        store_tokens(layout.k_order, k_cache, here, token_view(theirs.k_order, source_k)[there])
+        if not spec.v_in_k:
+            store_tokens(layout.v_order, v_cache, here, token_view(theirs.v_order, source_v)[there])
+        if scales is not None and source_scales is not None and spec.kv_scale is KVScale.TOKEN_HEAD:
+            for mine, other in zip(scale_tensors(scales), scale_tensors(source_scales), strict=True):
+                mine[here] = other[there]
+
+
+def _moved(spec: KernelSpec, k_cache: torch.Tensor, v_cache: torch.Tensor, scales: KVScales | None) -> list[torch.Tensor]:
+    """Every tensor whose first dimension is the block, in the order of pagegen.transfer's staging rows."""
+    caches = [k_cache] if spec.v_in_k else [k_cache, v_cache]
+    return caches + (scale_tensors(scales) if scales is not None and spec.kv_scale is KVScale.TOKEN_HEAD else [])

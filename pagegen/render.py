@@ -10,6 +10,7 @@ import jinja2
 
 from .catalog import Variant
 from .errors import RenderError
+from .expression import render_expression
 from .paths import TEMPLATES
 
 
@@ -30,7 +31,7 @@ class Source:
 @functools.cache
 def environment() -> jinja2.Environment:
     """The environment of every kernel and package template."""
-    return jinja2.Environment(
+    made = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
@@ -38,6 +39,8 @@ def environment() -> jinja2.Environment:
         keep_trailing_newline=True,  # without it an included `// comment` swallows the next line
         autoescape=False,  # what is rendered is code, not HTML
     )
+    made.globals["render_expression"] = render_expression  # score_mod, in the words of a template's language
+    return made
 
 
 def render(variant: Variant) -> Source:

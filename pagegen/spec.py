@@ -88,6 +88,12 @@ class Op(StrEnum):
     ATTEND = "attend"
     WRITE_KV = "write_kv"
     COPY_BLOCKS = "copy_blocks"
+    GATHER_BLOCKS = "gather_blocks"
+    SCATTER_BLOCKS = "scatter_blocks"
+    RELAYOUT = "relayout"
+
+
+PAGED_OPS = (Op.ATTEND, Op.WRITE_KV, Op.COPY_BLOCKS)  # of PagedKernels: what every package has; others are built when wanted
 
 
 class Order(StrEnum):

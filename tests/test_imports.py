@@ -22,6 +22,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("expression",),
     ("spec", "target"),
     ("space", "records", "kernel"),
+    ("transfer",),
     ("reference",),
     ("catalog",),
     ("render",),

@@ -10,8 +10,9 @@ from ..errors import SpecError
 from ..kernel import Attend, CopyBlocks, WriteKV
 from ..render import Source, render
 from ..space import Config
-from ..spec import KernelSpec, Op
+from ..spec import PAGED_OPS, KernelSpec, Op
 from ..target import Target
+from ..transfer import AnyKernel
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -24,7 +25,7 @@ class BuiltKernels:
     copy_blocks: CopyBlocks
 
 
-def build(source: Source) -> Attend | WriteKV | CopyBlocks:
+def build(source: Source) -> AnyKernel:
     """Builds (or finds in the cache) and loads a kernel for a target that is present.
 
     Raises BuildError with the compiler's log; ConfigError if the cache cannot be written.
@@ -45,5 +46,5 @@ def build(source: Source) -> Attend | WriteKV | CopyBlocks:
 
 def build_kernels(spec: KernelSpec, target: Target, configs: Mapping[Op, Config] | None = None) -> BuiltKernels:
     """The three ops of `spec`, each with its config of `configs` or its template's default."""
-    made = {op: build(render(variant(op, spec, target, (configs or {}).get(op)))) for op in Op}
+    made = {op: build(render(variant(op, spec, target, (configs or {}).get(op)))) for op in PAGED_OPS}
     return BuiltKernels(spec, made[Op.ATTEND], made[Op.WRITE_KV], made[Op.COPY_BLOCKS])  # type: ignore[arg-type]

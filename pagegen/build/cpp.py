@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import BuildError
-from ..kernel import ABI_VERSION, CPP_KERNELS, CppAttend, CppCopyBlocks, CppWriteKV
+from ..kernel import ABI_VERSION, CppAttend, CppCopyBlocks, CppWriteKV
 from ..paths import compiler_override, kernel_cache, lock_of, locked, remove_entry
 from ..spec import KernelSpec, Op
 from ..target import Target, is_native
+from ..transfer import CppGatherBlocks, CppRelayout, CppScatterBlocks
 
 # -fno-math-errno and no-trapping let loops vectorise; infinities and NaN keep their IEEE meaning (no -ffast-math).
 FLAGS = (
@@ -36,6 +37,8 @@ FLAGS = (
     "-fno-trapping-math",
     "-ffp-contract=fast",
 )
+AnyCppKernel = CppAttend | CppWriteKV | CppCopyBlocks | CppGatherBlocks | CppScatterBlocks | CppRelayout
+
 CACHE_ENTRIES = 4000  # builds kept, at about 100 kB each; several long tuning runs
 COMPILE_TIMEOUT = 300  # seconds; a template of ours takes a few
 
@@ -186,6 +189,16 @@ def run_compiler(arguments: list[str], folder: Path, target: Target | None = Non
         raise BuildError(f"the C++ compiler failed ({first.strip()}); see the log with --debug", log=result.stderr)
 
 
-def load(path: Path, spec: KernelSpec, op: Op) -> CppAttend | CppWriteKV | CppCopyBlocks:
+CPP_KERNELS: dict[Op, type[AnyCppKernel]] = {
+    Op.ATTEND: CppAttend,
+    Op.WRITE_KV: CppWriteKV,
+    Op.COPY_BLOCKS: CppCopyBlocks,
+    Op.GATHER_BLOCKS: CppGatherBlocks,
+    Op.SCATTER_BLOCKS: CppScatterBlocks,
+    Op.RELAYOUT: CppRelayout,
+}
+
+
+def load(path: Path, spec: KernelSpec, op: Op) -> AnyCppKernel:
     """A built library as the callable for `op`."""
     return CPP_KERNELS[op](path, spec, op)

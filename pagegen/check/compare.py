@@ -26,7 +26,7 @@ from ..errors import KernelError
 from ..kernel import TORCH_DTYPES, PagedKernels
 from ..records import Status
 from ..reference import ReferenceKernels, token_view
-from ..spec import KernelSpec, Op
+from ..spec import PAGED_OPS, KernelSpec, Op
 from .suite import Case, suite_named
 from .tensors import OUTPUTS, Tensors, flat, materialise
 
@@ -194,7 +194,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 def check_kernels(
     kernels: PagedKernels,
     suite: str = "quick",
-    ops: Sequence[Op] = tuple(Op),
+    ops: Sequence[Op] = PAGED_OPS,
     seed: int = 0,
     device: str | torch.device = "cpu",
 ) -> CheckReport:

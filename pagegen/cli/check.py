@@ -20,7 +20,7 @@ from pagegen.cli._common import (
     spec_options,
 )
 from pagegen.errors import ConfigError
-from pagegen.spec import KernelSpec, Op, Phase
+from pagegen.spec import PAGED_OPS, KernelSpec, Op, Phase
 from pagegen.target import Target, parse_target
 
 if TYPE_CHECKING:
@@ -67,8 +67,8 @@ def check_spec(
     from pagegen.render import render
 
     reports = {}
-    with progress("checking", len(Op)) as advance:
-        for done, op in enumerate(Op):
+    with progress("checking", len(PAGED_OPS)) as advance:
+        for done, op in enumerate(PAGED_OPS):
             advance(done, op.value)
             source = render(variant(op, spec, target))
             reports[op.value] = check_variant(source, suite, seed, phase=phase, smallest=True)

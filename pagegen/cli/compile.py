@@ -21,7 +21,7 @@ from pagegen.cli._common import (
 )
 from pagegen.cli.render import parse_settings
 from pagegen.errors import BuildError, SpecError
-from pagegen.spec import KernelSpec, Op, parse_slug
+from pagegen.spec import PAGED_OPS, KernelSpec, Op, parse_slug
 from pagegen.target import TARGETS, Target, parse_target
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def command(
         raise SpecError("--all compiles a set of specs of its own; leave out SPEC and --model")
     specs = [parse_slug(slug)[0] for slug in COVERING] if all else [spec_from(spec, model, overrides)[0]]
     targets = TARGETS if target == "all" else tuple(dict.fromkeys(parse_target(word) for word in target.split(",")))
-    rows = compile_rows(specs, targets, op or list(Op), set or [])
+    rows = compile_rows(specs, targets, op or PAGED_OPS, set or [])
     if json:
         print_json({"rows": rows})
     else:

@@ -64,7 +64,7 @@ typedef struct pg_write_kv_args {
   int64_t k_stride_block, k_stride_token, k_stride_head, k_stride_dim;
   int64_t v_stride_block, v_stride_token, v_stride_head, v_stride_dim;
   int32_t num_threads, reserved;
-  const float *k_scale, *v_scale, *k_zero, *v_zero; /* of a quantised cache: (stored - zero) * scale */
+  float *k_scale, *v_scale, *k_zero, *v_zero; /* of a quantised cache; a scale a token and head is written */
   int64_t k_scale_stride_block, k_scale_stride_token, k_scale_stride_head; /* 0 where one scale serves all */
   int64_t v_scale_stride_block, v_scale_stride_token, v_scale_stride_head;
   const void* q;               /* [num_tokens, q_heads, head_dim]; with rope */
@@ -86,10 +86,51 @@ typedef struct pg_copy_blocks_args {
   int64_t k_stride_block, k_stride_token, k_stride_head, k_stride_dim;
   int64_t v_stride_block, v_stride_token, v_stride_head, v_stride_dim;
   int32_t num_threads, reserved;
-  const float *k_scale, *v_scale, *k_zero, *v_zero; /* of a quantised cache: (stored - zero) * scale */
+  float *k_scale, *v_scale, *k_zero, *v_zero; /* of a quantised cache; a scale a token and head is copied too */
   int64_t k_scale_stride_block, k_scale_stride_token, k_scale_stride_head; /* 0 where one scale serves all */
   int64_t v_scale_stride_block, v_scale_stride_token, v_scale_stride_head;
 } pg_copy_blocks_args;
+
+/* gather_blocks copies blocks to rows, scatter_blocks rows to blocks. A row holds a block's K, its V unless that lies in
+ * K, and if each token has scales k_scale, v_scale, k_zero, v_zero: each dense, in its own order of dimensions. */
+typedef struct pg_stage_blocks_args {
+  uint64_t size;
+  void* k_cache;
+  void* v_cache;
+  const int64_t* blocks;       /* [num_rows] */
+  void* staging;               /* [num_rows, bytes of a block] */
+  int64_t num_rows, num_blocks, staging_stride; /* staging_stride counts bytes */
+  int64_t k_stride_block, k_stride_token, k_stride_head, k_stride_dim;
+  int64_t v_stride_block, v_stride_token, v_stride_head, v_stride_dim;
+  int32_t num_threads, reserved;
+  float *k_scale, *v_scale, *k_zero, *v_zero;
+  int64_t k_scale_stride_block, k_scale_stride_token, k_scale_stride_head;
+  int64_t v_scale_stride_block, v_scale_stride_token, v_scale_stride_head;
+} pg_stage_blocks_args;
+
+typedef pg_stage_blocks_args pg_gather_blocks_args, pg_scatter_blocks_args;
+
+typedef struct pg_relayout_args {
+  uint64_t size;
+  void* k_cache;
+  void* v_cache;
+  const void* source_k;        /* the other cache */
+  const void* source_v;
+  const int64_t* slots;        /* [num_pairs, 2] source and destination slot; -1 skips the pair */
+  int64_t num_pairs, num_blocks, source_num_blocks, source_block_size;
+  int64_t source_x;            /* dims of the source's K that are packed side by side */
+  int64_t k_stride_block, k_stride_token, k_stride_head, k_stride_dim;
+  int64_t v_stride_block, v_stride_token, v_stride_head, v_stride_dim;
+  int64_t source_k_stride_block, source_k_stride_token, source_k_stride_head, source_k_stride_dim;
+  int64_t source_v_stride_block, source_v_stride_token, source_v_stride_head, source_v_stride_dim;
+  int32_t num_threads, reserved;
+  float *k_scale, *v_scale, *k_zero, *v_zero;
+  int64_t k_scale_stride_block, k_scale_stride_token, k_scale_stride_head;
+  int64_t v_scale_stride_block, v_scale_stride_token, v_scale_stride_head;
+  const float *source_k_scale, *source_v_scale, *source_k_zero, *source_v_zero;
+  int64_t source_k_scale_stride_block, source_k_scale_stride_token, source_k_scale_stride_head;
+  int64_t source_v_scale_stride_block, source_v_scale_stride_token, source_v_scale_stride_head;
+} pg_relayout_args;
 
 #ifdef __cplusplus
 #define PG_EXPORT extern "C" __attribute__((visibility("default")))
@@ -103,5 +144,8 @@ PG_EXPORT int64_t pagegen_attend_workspace(const pg_attend_args* args);
 PG_EXPORT int32_t pagegen_attend(const pg_attend_args* args);
 PG_EXPORT int32_t pagegen_write_kv(const pg_write_kv_args* args);
 PG_EXPORT int32_t pagegen_copy_blocks(const pg_copy_blocks_args* args);
+PG_EXPORT int32_t pagegen_gather_blocks(const pg_gather_blocks_args* args);
+PG_EXPORT int32_t pagegen_scatter_blocks(const pg_scatter_blocks_args* args);
+PG_EXPORT int32_t pagegen_relayout(const pg_relayout_args* args);
 
 #endif

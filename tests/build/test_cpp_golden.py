@@ -19,6 +19,10 @@ from tests.conftest import Golden
         (Op.WRITE_KV, "bf16-d64-h9x3-b16-NHD", "cpu:avx512"),
         (Op.COPY_BLOCKS, "fp32-d64-h9x3-b16-NHD", "cpu:scalar"),
         (Op.COPY_BLOCKS, "bf16-d64-h9x3-b16-HDN2", "cpu:avx512"),
+        (Op.WRITE_KV, "bf16-d64-h9x3-b16-NHD-kvint8", "cpu:avx512"),
+        (Op.GATHER_BLOCKS, "bf16-d64-h9x3-b16-NHD-kvint4", "cpu:avx2"),
+        (Op.SCATTER_BLOCKS, "bf16-d64-h9x3-b16-HDN2", "cpu:scalar"),
+        (Op.RELAYOUT, "bf16-d64-h9x3-b16-HDN8", "cpu:avx2"),
     ],
 )
 def test_golden_text(golden: Golden, op: Op, slug: str, target: str) -> None:

@@ -10,7 +10,7 @@ from pagegen.catalog import template_for, variant
 from pagegen.package import Packaged, write_package
 from pagegen.records import DispatchTable
 from pagegen.render import Source, render
-from pagegen.spec import Op, parse_slug
+from pagegen.spec import PAGED_OPS, Op, parse_slug
 from tests.check.conftest import SCALAR
 from tests.check.test_mutants import COPY_BLOCKS
 from tests.cli.helpers import run
@@ -22,12 +22,12 @@ SPEC = parse_slug(SLUG)[0]
 def make_package(folder: Path, edit: tuple[str, str] = ("", "")) -> Path:
     """A package with small tiles whose copy_blocks is edited."""
     sources = {}
-    for op in Op:
+    for op in PAGED_OPS:
         changes = {"row_block": 1, "row_block_packed": 2} if op is Op.ATTEND else {}
         sources[op.value] = render(variant(op, SPEC, SCALAR, template_for(op, SPEC, SCALAR).space(SPEC, SCALAR).config(changes)))
     wrong = sources["copy_blocks"]
     sources["copy_blocks"] = Source(wrong.variant, wrong.text.replace(*edit) if edit[0] else wrong.text)
-    dispatch = {op: DispatchTable((), op.value) for op in Op}
+    dispatch = {op: DispatchTable((), op.value) for op in PAGED_OPS}
     kernels = {name: Packaged(source) for name, source in sources.items()}
     return write_package(folder, spec=SPEC, target=SCALAR, kernels=kernels, dispatch=dispatch, evidence={})
 

@@ -19,7 +19,7 @@ from pagegen.loader import PackagedKernels, fingerprint, tune_command
 from pagegen.package import Packaged, load_package, verify_package, write_package
 from pagegen.records import DispatchTable
 from pagegen.render import render
-from pagegen.spec import Op, parse_slug
+from pagegen.spec import PAGED_OPS, Op, parse_slug
 from pagegen.target import Fingerprint, detect, parse_target
 from tests.package.conftest import SPEC, edit_manifest, marked, tree, write
 
@@ -72,8 +72,8 @@ def test_a_gpu_package_is_sources_and_is_refused_where_there_is_no_gpu(tmp_path:
         tmp_path,
         spec=spec,
         target=gpu,
-        kernels={op.value: Packaged(render(variant(op, spec, gpu))) for op in Op},
-        dispatch={op: DispatchTable((), op.value) for op in Op},
+        kernels={op.value: Packaged(render(variant(op, spec, gpu))) for op in PAGED_OPS},
+        dispatch={op: DispatchTable((), op.value) for op in PAGED_OPS},
         evidence={},
         made_on=Fingerprint({"device": "NVIDIA H200", "target": gpu.name}, {"triton": "3.6.0", "torch": "2.11.0"}),
     )

@@ -22,7 +22,7 @@ from pagegen.kernel import PagedKernels, allocate_cache
 from pagegen.loader import FIELDS, KERNEL_FIELDS, PackagedKernels, read_manifest
 from pagegen.package import find_package, install_package, load_package, package_name, verify_package, write_package
 from pagegen.records import DispatchRow, DispatchTable
-from pagegen.spec import Op, Phase, parse_slug
+from pagegen.spec import PAGED_OPS, Op, Phase, parse_slug
 from pagegen.target import parse_target
 from tests.package.conftest import SPEC, TABLES, edit_manifest, marked, packaged, tree, write
 
@@ -154,8 +154,8 @@ def test_a_place_that_cannot_hold_the_package_is_named(tmp_path: Path) -> None:
 def test_tables_that_do_not_fit_the_kernels_are_refused(
     tables: dict[Op, DispatchTable | None], message: str, tmp_path: Path
 ) -> None:
-    kernels = {op.value: packaged(op) for op in Op}
-    plain = {op: DispatchTable((), op.value) for op in Op}
+    kernels = {op.value: packaged(op) for op in PAGED_OPS}
+    plain = {op: DispatchTable((), op.value) for op in PAGED_OPS}
     changed = {op: table for op, table in {**plain, **tables}.items() if table}
     with pytest.raises(PackageError, match=message):
         write_package(tmp_path, spec=SPEC, target=HERE, kernels=kernels, dispatch=changed, evidence={})

@@ -7,7 +7,7 @@ import pytest
 
 from pagegen.package import write_package
 from pagegen.records import DispatchTable
-from pagegen.spec import Op, parse_slug
+from pagegen.spec import PAGED_OPS, parse_slug
 from pagegen.target import best_cpu
 from pagegen.tuning import job
 from pagegen.tuning.job import _packaged
@@ -20,8 +20,8 @@ SLUG = "fp32-d8-h2x1-b4-NHD"
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A package of default configs."""
     spec, target = parse_slug(SLUG)[0], best_cpu()
-    kernels = {op: _packaged(op, spec, target, None) for op in Op}
-    dispatch = {op: DispatchTable((), fallback=op.value) for op in Op}
+    kernels = {op: _packaged(op, spec, target, None) for op in PAGED_OPS}
+    dispatch = {op: DispatchTable((), fallback=op.value) for op in PAGED_OPS}
     named = {op.value: kernel for op, kernel in kernels.items()}
     folder = tmp_path_factory.mktemp("package")
     return write_package(folder, spec=spec, target=target, kernels=named, dispatch=dispatch, evidence={})

@@ -68,7 +68,7 @@ typedef struct pg_write_kv_args {
   int64_t k_stride_block, k_stride_token, k_stride_head, k_stride_dim;
   int64_t v_stride_block, v_stride_token, v_stride_head, v_stride_dim;
   int32_t num_threads, reserved;
-  const float *k_scale, *v_scale, *k_zero, *v_zero; /* of a quantised cache: (stored - zero) * scale */
+  float *k_scale, *v_scale, *k_zero, *v_zero; /* of a quantised cache; a scale a token and head is written */
   int64_t k_scale_stride_block, k_scale_stride_token, k_scale_stride_head; /* 0 where one scale serves all */
   int64_t v_scale_stride_block, v_scale_stride_token, v_scale_stride_head;
   const void* q;               /* [num_tokens, q_heads, head_dim]; with rope */
@@ -90,10 +90,51 @@ typedef struct pg_copy_blocks_args {
   int64_t k_stride_block, k_stride_token, k_stride_head, k_stride_dim;
   int64_t v_stride_block, v_stride_token, v_stride_head, v_stride_dim;
   int32_t num_threads, reserved;
-  const float *k_scale, *v_scale, *k_zero, *v_zero; /* of a quantised cache: (stored - zero) * scale */
+  float *k_scale, *v_scale, *k_zero, *v_zero; /* of a quantised cache; a scale a token and head is copied too */
   int64_t k_scale_stride_block, k_scale_stride_token, k_scale_stride_head; /* 0 where one scale serves all */
   int64_t v_scale_stride_block, v_scale_stride_token, v_scale_stride_head;
 } pg_copy_blocks_args;
+
+/* gather_blocks copies blocks to rows, scatter_blocks rows to blocks. A row holds a block's K, its V unless that lies in
+ * K, and if each token has scales k_scale, v_scale, k_zero, v_zero: each dense, in its own order of dimensions. */
+typedef struct pg_stage_blocks_args {
+  uint64_t size;
+  void* k_cache;
+  void* v_cache;
+  const int64_t* blocks;       /* [num_rows] */
+  void* staging;               /* [num_rows, bytes of a block] */
+  int64_t num_rows, num_blocks, staging_stride; /* staging_stride counts bytes */
+  int64_t k_stride_block, k_stride_token, k_stride_head, k_stride_dim;
+  int64_t v_stride_block, v_stride_token, v_stride_head, v_stride_dim;
+  int32_t num_threads, reserved;
+  float *k_scale, *v_scale, *k_zero, *v_zero;
+  int64_t k_scale_stride_block, k_scale_stride_token, k_scale_stride_head;
+  int64_t v_scale_stride_block, v_scale_stride_token, v_scale_stride_head;
+} pg_stage_blocks_args;
+
+typedef pg_stage_blocks_args pg_gather_blocks_args, pg_scatter_blocks_args;
+
+typedef struct pg_relayout_args {
+  uint64_t size;
+  void* k_cache;
+  void* v_cache;
+  const void* source_k;        /* the other cache */
+  const void* source_v;
+  const int64_t* slots;        /* [num_pairs, 2] source and destination slot; -1 skips the pair */
+  int64_t num_pairs, num_blocks, source_num_blocks, source_block_size;
+  int64_t source_x;            /* dims of the source's K that are packed side by side */
+  int64_t k_stride_block, k_stride_token, k_stride_head, k_stride_dim;
+  int64_t v_stride_block, v_stride_token, v_stride_head, v_stride_dim;
+  int64_t source_k_stride_block, source_k_stride_token, source_k_stride_head, source_k_stride_dim;
+  int64_t source_v_stride_block, source_v_stride_token, source_v_stride_head, source_v_stride_dim;
+  int32_t num_threads, reserved;
+  float *k_scale, *v_scale, *k_zero, *v_zero;
+  int64_t k_scale_stride_block, k_scale_stride_token, k_scale_stride_head;
+  int64_t v_scale_stride_block, v_scale_stride_token, v_scale_stride_head;
+  const float *source_k_scale, *source_v_scale, *source_k_zero, *source_v_zero;
+  int64_t source_k_scale_stride_block, source_k_scale_stride_token, source_k_scale_stride_head;
+  int64_t source_v_scale_stride_block, source_v_scale_stride_token, source_v_scale_stride_head;
+} pg_relayout_args;
 
 #ifdef __cplusplus
 #define PG_EXPORT extern "C" __attribute__((visibility("default")))
@@ -107,29 +148,38 @@ PG_EXPORT int64_t pagegen_attend_workspace(const pg_attend_args* args);
 PG_EXPORT int32_t pagegen_attend(const pg_attend_args* args);
 PG_EXPORT int32_t pagegen_write_kv(const pg_write_kv_args* args);
 PG_EXPORT int32_t pagegen_copy_blocks(const pg_copy_blocks_args* args);
+PG_EXPORT int32_t pagegen_gather_blocks(const pg_gather_blocks_args* args);
+PG_EXPORT int32_t pagegen_scatter_blocks(const pg_scatter_blocks_args* args);
+PG_EXPORT int32_t pagegen_relayout(const pg_relayout_args* args);
 
 #endif
 
 namespace {
-constexpr int64_t ITEM = 2;
-
-// A block as dense runs: `outer` x `inner` runs of `length` elements, with the strides between them.
+// One tensor's part of a block as dense runs: `outer` x `inner` runs of `length` items, with the strides between them.
+template <int64_t ITEM>
 struct Runs {
   int64_t outer, inner, length, outer_stride, inner_stride, block_stride;
 
-  void copy(char* cache, int64_t from, int64_t to) const {
-    const char* source = cache + from * block_stride * ITEM;
-    char* target = cache + to * block_stride * ITEM;
+  int64_t bytes() const { return outer * inner * length * ITEM; }
+
+  // Calls f(where a run begins in the block, where it begins if all lie side by side, its bytes).
+  template <class F>
+  void each(F f) const {
     if (inner_stride == length && outer_stride == inner * length) {
-      std::memcpy(target, source, size_t(outer * inner * length * ITEM));
+      f(int64_t(0), int64_t(0), bytes());
       return;
     }
     for (int64_t i = 0; i < outer; ++i) {
       for (int64_t j = 0; j < inner; ++j) {
-        const int64_t offset = (i * outer_stride + j * inner_stride) * ITEM;
-        std::memcpy(target + offset, source + offset, size_t(length * ITEM));
+        f((i * outer_stride + j * inner_stride) * ITEM, (i * inner + j) * length * ITEM, length * ITEM);
       }
     }
+  }
+
+  void copy(void* cache, int64_t from, int64_t to) const {
+    const char* source = static_cast<const char*>(cache) + from * block_stride * ITEM;
+    char* target = static_cast<char*>(cache) + to * block_stride * ITEM;
+    each([&](int64_t at, int64_t, int64_t size) { std::memcpy(target + at, source + at, size_t(size)); });
   }
 };
 }  // namespace
@@ -142,13 +192,13 @@ PG_EXPORT int32_t pagegen_copy_blocks(const pg_copy_blocks_args* args) {
   for (int64_t i = 0; i < 2 * a.num_pairs; ++i) {
     if (a.pairs[i] < 0 || a.pairs[i] >= a.num_blocks) return PG_E_SLOT;
   }
-  const Runs k = {3, 32, 32, a.k_stride_head, a.k_stride_dim, a.k_stride_block};
-  const Runs v = {3, 16, 64, a.v_stride_head, a.v_stride_token, a.v_stride_block};
+  const Runs<2> k_cache = {3, 32, 32, a.k_stride_head, a.k_stride_dim, a.k_stride_block};
+  const Runs<2> v_cache = {3, 16, 64, a.v_stride_head, a.v_stride_token, a.v_stride_block};
   const int threads = int(std::clamp<int64_t>(a.num_pairs / 4, 1, std::max(1, a.num_threads)));
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
   for (int64_t i = 0; i < a.num_pairs; ++i) {
-    k.copy(static_cast<char*>(a.k_cache), a.pairs[2 * i], a.pairs[2 * i + 1]);
-    v.copy(static_cast<char*>(a.v_cache), a.pairs[2 * i], a.pairs[2 * i + 1]);
+    k_cache.copy(a.k_cache, a.pairs[2 * i], a.pairs[2 * i + 1]);
+    v_cache.copy(a.v_cache, a.pairs[2 * i], a.pairs[2 * i + 1]);
   }
   return PG_OK;
 }

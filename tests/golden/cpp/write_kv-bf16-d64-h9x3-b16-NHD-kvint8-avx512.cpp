@@ -1,0 +1,475 @@
+// write_kv cpu:avx512 bf16-d64-h9x3-b16-NHD-kvint8
+#include <algorithm>
+#include <cstring>
+
+/* The C ABI between a generated kernel and whoever calls it (pagegen/kernel.py mirrors it with ctypes).
+ *
+ * Rules: plain C, no torch; strides count elements, sizes count bytes; `size` is the caller's sizeof, so that fields can
+ * be appended later without breaking older libraries; a function returns 0 or one of PG_E_*, and never aborts.
+ * A kernel allocates nothing and keeps no state: two threads may call it at once with different workspaces. */
+#ifndef PAGEGEN_ABI_H
+#define PAGEGEN_ABI_H
+#include <stdint.h>
+
+#define PAGEGEN_ABI_VERSION 1
+
+enum {
+  PG_OK = 0,
+  PG_E_SIZE = 1,       /* the args struct is smaller than this library needs */
+  PG_E_WORKSPACE = 2,  /* workspace_bytes is below what *_workspace() answered */
+  PG_E_CU_SEQLENS = 3, /* cu_seqlens_q does not start at 0, decreases, or runs past num_tokens */
+  PG_E_CONTEXT = 4,    /* a context length is negative or beyond the block table */
+  PG_E_BLOCK_ID = 5,   /* a block id that is needed lies outside the cache */
+  PG_E_SLOT = 6,       /* a slot is below -1 or outside the cache */
+  PG_E_PREFIX = 7,     /* shared_prefix_len exceeds a context, or the tables do not begin alike */
+  PG_E_POSITION = 8,   /* a position lies outside cos_sin */
+};
+
+typedef struct pg_attend_args {
+  uint64_t size;
+  const void* q;               /* [num_tokens, q_heads, head_dim] */
+  void* out;                   /* [num_tokens, q_heads, head_dim_v] */
+  float* lse;                  /* [num_tokens, q_heads], natural log; used only if the spec asks for it */
+  const void* k_cache;
+  const void* v_cache;
+  const int32_t* block_table;  /* [num_seqs, table_width]; entries past the context are never read */
+  const int32_t* context_lens; /* [num_seqs] keys of each sequence, this step's included */
+  const int32_t* cu_seqlens_q; /* [num_seqs + 1] */
+  void* workspace;             /* 64-byte aligned */
+  uint64_t workspace_bytes;
+  int64_t num_tokens, num_seqs, num_blocks, table_width;
+  int64_t q_stride_token, q_stride_head;
+  int64_t out_stride_token, out_stride_head;
+  int64_t lse_stride_token, lse_stride_head;
+  int64_t k_stride_block, k_stride_token, k_stride_head, k_stride_dim; /* dim: one step of head_dim / x */
+  int64_t v_stride_block, v_stride_token, v_stride_head, v_stride_dim;
+  int64_t block_table_stride;
+  float scale;
+  int32_t num_threads;
+  const float *k_scale, *v_scale, *k_zero, *v_zero; /* of a quantised cache: (stored - zero) * scale */
+  int64_t k_scale_stride_block, k_scale_stride_token, k_scale_stride_head; /* 0 where one scale serves all */
+  int64_t v_scale_stride_block, v_scale_stride_token, v_scale_stride_head;
+  const float* alibi_slopes;   /* [q_heads] */
+  const float* sinks;          /* [q_heads] */
+  const uint8_t* mask;         /* [num_tokens, mask_width]: column j is key context - mask_width + j */
+  int64_t mask_stride_token, mask_width;
+  int64_t shared_prefix_len;   /* tokens that all sequences share, a multiple of the block size; 0: none */
+} pg_attend_args;
+
+typedef struct pg_write_kv_args {
+  uint64_t size;
+  const void* k;               /* [num_tokens, kv_heads, head_dim] */
+  const void* v;               /* [num_tokens, kv_heads, head_dim_v] */
+  void* k_cache;
+  void* v_cache;
+  const int64_t* slot_mapping; /* [num_tokens]; -1 skips the token */
+  int64_t num_tokens, num_blocks;
+  int64_t src_k_stride_token, src_k_stride_head, src_v_stride_token, src_v_stride_head;
+  int64_t k_stride_block, k_stride_token, k_stride_head, k_stride_dim;
+  int64_t v_stride_block, v_stride_token, v_stride_head, v_stride_dim;
+  int32_t num_threads, reserved;
+  float *k_scale, *v_scale, *k_zero, *v_zero; /* of a quantised cache; a scale a token and head is written */
+  int64_t k_scale_stride_block, k_scale_stride_token, k_scale_stride_head; /* 0 where one scale serves all */
+  int64_t v_scale_stride_block, v_scale_stride_token, v_scale_stride_head;
+  const void* q;               /* [num_tokens, q_heads, head_dim]; with rope */
+  void* q_out;                 /* the same shape; may be q */
+  const int64_t* positions;    /* [num_tokens] */
+  const float* cos_sin;        /* [max_positions, rotary_dim]: cosines, then sines */
+  const float *q_weight, *k_weight; /* [head_dim]; with q/k norm */
+  int64_t q_stride_token, q_stride_head, q_out_stride_token, q_out_stride_head, cos_sin_stride, max_positions;
+  float eps;
+  int32_t reserved2;
+} pg_write_kv_args;
+
+typedef struct pg_copy_blocks_args {
+  uint64_t size;
+  void* k_cache;
+  void* v_cache;
+  const int64_t* pairs;        /* [num_pairs, 2] source and destination block; no block is both */
+  int64_t num_pairs, num_blocks;
+  int64_t k_stride_block, k_stride_token, k_stride_head, k_stride_dim;
+  int64_t v_stride_block, v_stride_token, v_stride_head, v_stride_dim;
+  int32_t num_threads, reserved;
+  float *k_scale, *v_scale, *k_zero, *v_zero; /* of a quantised cache; a scale a token and head is copied too */
+  int64_t k_scale_stride_block, k_scale_stride_token, k_scale_stride_head; /* 0 where one scale serves all */
+  int64_t v_scale_stride_block, v_scale_stride_token, v_scale_stride_head;
+} pg_copy_blocks_args;
+
+/* gather_blocks copies blocks to rows, scatter_blocks rows to blocks. A row holds a block's K, its V unless that lies in
+ * K, and if each token has scales k_scale, v_scale, k_zero, v_zero: each dense, in its own order of dimensions. */
+typedef struct pg_stage_blocks_args {
+  uint64_t size;
+  void* k_cache;
+  void* v_cache;
+  const int64_t* blocks;       /* [num_rows] */
+  void* staging;               /* [num_rows, bytes of a block] */
+  int64_t num_rows, num_blocks, staging_stride; /* staging_stride counts bytes */
+  int64_t k_stride_block, k_stride_token, k_stride_head, k_stride_dim;
+  int64_t v_stride_block, v_stride_token, v_stride_head, v_stride_dim;
+  int32_t num_threads, reserved;
+  float *k_scale, *v_scale, *k_zero, *v_zero;
+  int64_t k_scale_stride_block, k_scale_stride_token, k_scale_stride_head;
+  int64_t v_scale_stride_block, v_scale_stride_token, v_scale_stride_head;
+} pg_stage_blocks_args;
+
+typedef pg_stage_blocks_args pg_gather_blocks_args, pg_scatter_blocks_args;
+
+typedef struct pg_relayout_args {
+  uint64_t size;
+  void* k_cache;
+  void* v_cache;
+  const void* source_k;        /* the other cache */
+  const void* source_v;
+  const int64_t* slots;        /* [num_pairs, 2] source and destination slot; -1 skips the pair */
+  int64_t num_pairs, num_blocks, source_num_blocks, source_block_size;
+  int64_t source_x;            /* dims of the source's K that are packed side by side */
+  int64_t k_stride_block, k_stride_token, k_stride_head, k_stride_dim;
+  int64_t v_stride_block, v_stride_token, v_stride_head, v_stride_dim;
+  int64_t source_k_stride_block, source_k_stride_token, source_k_stride_head, source_k_stride_dim;
+  int64_t source_v_stride_block, source_v_stride_token, source_v_stride_head, source_v_stride_dim;
+  int32_t num_threads, reserved;
+  float *k_scale, *v_scale, *k_zero, *v_zero;
+  int64_t k_scale_stride_block, k_scale_stride_token, k_scale_stride_head;
+  int64_t v_scale_stride_block, v_scale_stride_token, v_scale_stride_head;
+  const float *source_k_scale, *source_v_scale, *source_k_zero, *source_v_zero;
+  int64_t source_k_scale_stride_block, source_k_scale_stride_token, source_k_scale_stride_head;
+  int64_t source_v_scale_stride_block, source_v_scale_stride_token, source_v_scale_stride_head;
+} pg_relayout_args;
+
+#ifdef __cplusplus
+#define PG_EXPORT extern "C" __attribute__((visibility("default")))
+#else
+#define PG_EXPORT extern
+#endif
+
+/* Which of these a library exports depends on its op. */
+PG_EXPORT int32_t pagegen_abi_version(void);
+PG_EXPORT int64_t pagegen_attend_workspace(const pg_attend_args* args);
+PG_EXPORT int32_t pagegen_attend(const pg_attend_args* args);
+PG_EXPORT int32_t pagegen_write_kv(const pg_write_kv_args* args);
+PG_EXPORT int32_t pagegen_copy_blocks(const pg_copy_blocks_args* args);
+PG_EXPORT int32_t pagegen_gather_blocks(const pg_gather_blocks_args* args);
+PG_EXPORT int32_t pagegen_scatter_blocks(const pg_scatter_blocks_args* args);
+PG_EXPORT int32_t pagegen_relayout(const pg_relayout_args* args);
+
+#endif
+// Element types of tensors, and their exact conversions one at a time. Every ISA file builds on these.
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+struct bf16 {
+  uint16_t bits;
+};
+struct fp16 {
+  uint16_t bits;
+};
+
+static inline float from_bits(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+static inline uint32_t to_bits(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+[[maybe_unused]] static inline float widen(float value) { return value; }
+
+[[maybe_unused]] static inline float widen(bf16 value) { return from_bits(uint32_t(value.bits) << 16); }
+
+[[maybe_unused]] static inline float widen(fp16 value) {
+  const uint32_t sign = uint32_t(value.bits & 0x8000) << 16;
+  const uint32_t rest = value.bits & 0x7fff;
+  if (rest >= 0x7c00) return from_bits(sign | 0x7f800000 | (rest & 0x3ff) << 13);  // infinity, NaN
+  if (rest < 0x400) return from_bits(sign | to_bits(float(rest) * 0x1p-24f));     // zero, subnormal
+  return from_bits(sign | ((rest << 13) + (112u << 23)));
+}
+
+// Rounds to nearest, ties to even, as torch does.
+[[maybe_unused]] static inline void narrow(float value, float* out) { *out = value; }
+
+[[maybe_unused]] static inline void narrow(float value, bf16* out) {
+  const uint32_t bits = to_bits(value);
+  out->bits = std::isnan(value) ? 0x7fc0 : uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+[[maybe_unused]] static inline void narrow(float value, fp16* out) {
+  const uint32_t sign = to_bits(value) >> 16 & 0x8000;
+  const float size = std::fabs(value);
+  uint32_t bits;
+  if (std::isnan(value)) {
+    bits = 0x7e00;
+  } else if (size >= 65520.0f) {  // halfway to the first value that is too large, and beyond
+    bits = 0x7c00;
+  } else if (size < 0x1p-14f) {  // subnormal: adding 0.5 aligns the last place at 2^-24 and lets the FPU round
+    bits = to_bits(size + 0.5f) - to_bits(0.5f);
+  } else {
+    const uint32_t wide = to_bits(size);
+    bits = (wide + 0xfff + (wide >> 13 & 1) - (112u << 23)) >> 13;
+  }
+  out->bits = uint16_t(sign | bits);
+}
+
+// 2^f on [-1/2, 1/2]: interpolation in Chebyshev nodes, degree 6; relative error 1.1e-7 in float arithmetic.
+static constexpr float EXP2_POLY[7] = {1.0f,          0x1.62e430p-1f, 0x1.ebfbe0p-3f, 0x1.c6aeccp-5f,
+                                       0x1.3b2a1cp-7f, 0x1.5f48c0p-10f, 0x1.444000p-13f};
+// 8-bit floats of a quantised KV cache, and their conversions one at a time. int8 is int8_t; int4 comes in pairs, uint8_t.
+// Formats: Micikevicius et al. 2022 (https://arxiv.org/abs/2209.05433): e4m3 has no infinity, and one NaN a sign.
+struct fp8_e4m3 {
+  uint8_t bits;
+};
+struct fp8_e5m2 {
+  uint8_t bits;
+};
+
+// Both fit into fp16: e5m2 is its upper byte, e4m3 has one exponent bit less, which leaves it 2^8 too small.
+[[maybe_unused]] static inline float widen(fp8_e5m2 value) { return widen(fp16{uint16_t(value.bits << 8)}); }
+
+[[maybe_unused]] static inline float widen(fp8_e4m3 value) {
+  if ((value.bits & 0x7f) == 0x7f) return NAN;
+  return 256.0f * widen(fp16{uint16_t((value.bits & 0x80) << 8 | (value.bits & 0x7f) << 7)});
+}
+
+[[maybe_unused]] static inline float widen(int8_t value) { return float(value); }
+
+// Rounds to nearest, ties to even; beyond `most` it saturates. Written without branches, for loops to vectorise.
+template <int MANTISSA, int BIAS>
+static inline uint8_t narrow_8_bit(float value, float most) {
+  constexpr int DROPPED = 23 - MANTISSA;
+  constexpr float LAST_PLACE = float(uint32_t(1) << (24 - BIAS - MANTISSA));  // its ulp is the smallest subnormal
+  const float size = std::fabs(value) < most ? std::fabs(value) : most;
+  const uint32_t wide = to_bits(size);
+  const uint32_t normal = (wide + (1u << (DROPPED - 1)) - 1 + (wide >> DROPPED & 1) - (uint32_t(127 - BIAS) << 23)) >> DROPPED;
+  const uint32_t subnormal = to_bits(size + LAST_PLACE) - to_bits(LAST_PLACE);
+  const uint32_t bits = size < 1.0f / float(uint32_t(1) << (BIAS - 1)) ? subnormal : normal;
+  return uint8_t((value != value ? 0x7f : bits) | (to_bits(value) >> 24 & 0x80));
+}
+
+[[maybe_unused]] static inline void narrow(float value, fp8_e4m3* out) { out->bits = narrow_8_bit<3, 7>(value, 448.0f); }
+[[maybe_unused]] static inline void narrow(float value, fp8_e5m2* out) { out->bits = narrow_8_bit<2, 15>(value, 57344.0f); }
+// AVX-512 F, BW, DQ, VL: 16 floats.
+#include <immintrin.h>
+
+namespace simd {
+using V = __m512;
+static constexpr int W = 16;
+#define SIMD_INLINE [[maybe_unused]] static inline __attribute__((always_inline))
+
+SIMD_INLINE V zero() { return _mm512_setzero_ps(); }
+SIMD_INLINE V set1(float x) { return _mm512_set1_ps(x); }
+SIMD_INLINE V add(V a, V b) { return _mm512_add_ps(a, b); }
+SIMD_INLINE V mul(V a, V b) { return _mm512_mul_ps(a, b); }
+SIMD_INLINE V max(V a, V b) { return _mm512_max_ps(a, b); }
+SIMD_INLINE V fma(V a, V b, V c) { return _mm512_fmadd_ps(a, b, c); }
+SIMD_INLINE float sum(V v) { return _mm512_reduce_add_ps(v); }
+SIMD_INLINE float top(V v) { return _mm512_reduce_max_ps(v); }
+
+SIMD_INLINE __mmask16 first(int n) { return __mmask16((1u << n) - 1); }
+SIMD_INLINE V keep(V v, int n, float fill) { return _mm512_mask_mov_ps(set1(fill), first(n), v); }
+
+SIMD_INLINE V widen_bf16(__m256i v) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(v), 16)); }
+
+SIMD_INLINE V load(const float* p) { return _mm512_loadu_ps(p); }
+SIMD_INLINE V load(const bf16* p) { return widen_bf16(_mm256_loadu_si256((const __m256i*)p)); }
+SIMD_INLINE V load(const fp16* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
+SIMD_INLINE V load_n(const float* p, int n) { return _mm512_maskz_loadu_ps(first(n), p); }
+SIMD_INLINE V load_n(const bf16* p, int n) { return widen_bf16(_mm256_maskz_loadu_epi16(first(n), p)); }
+SIMD_INLINE V load_n(const fp16* p, int n) { return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first(n), p)); }
+
+SIMD_INLINE __m256i round_bf16(V v) {
+  const __m512i bits = _mm512_castps_si512(v);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  const __m512i even = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+  const __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+  return _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(_mm512_srli_epi32(even, 16), nan, _mm512_set1_epi32(0x7fc0)));
+}
+SIMD_INLINE __m256i round_fp16(V v) { return _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+
+SIMD_INLINE void store(float* p, V v) { _mm512_storeu_ps(p, v); }
+SIMD_INLINE void store(bf16* p, V v) { _mm256_storeu_si256((__m256i*)p, round_bf16(v)); }
+SIMD_INLINE void store(fp16* p, V v) { _mm256_storeu_si256((__m256i*)p, round_fp16(v)); }
+SIMD_INLINE void store_n(float* p, V v, int n) { _mm512_mask_storeu_ps(p, first(n), v); }
+SIMD_INLINE void store_n(bf16* p, V v, int n) { _mm256_mask_storeu_epi16(p, first(n), round_bf16(v)); }
+SIMD_INLINE void store_n(fp16* p, V v, int n) { _mm256_mask_storeu_epi16(p, first(n), round_fp16(v)); }
+
+SIMD_INLINE __m512i load_words(const void* p, int n) {
+  return n == W ? _mm512_loadu_si512(p) : _mm512_maskz_loadu_epi32(first(n), p);
+}
+SIMD_INLINE void load_pairs(const bf16* p, int n, V& even, V& odd) {
+  const __m512i both = load_words(p, n);
+  even = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
+  odd = _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32(int(0xffff0000))));
+}
+SIMD_INLINE void load_pairs(const fp16* p, int n, V& even, V& odd) {
+  const __m512i both = load_words(p, n);
+  even = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(both));
+  odd = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(both, 16)));
+}
+
+SIMD_INLINE __m128i bytes(const void* p, int n) {
+  return n == W ? _mm_loadu_si128((const __m128i*)p) : _mm_maskz_loadu_epi8(first(n), p);
+}
+SIMD_INLINE V load_n(const int8_t* p, int n) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes(p, n))); }
+SIMD_INLINE V load_n(const fp8_e5m2* p, int n) {
+  return _mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(bytes(p, n)), 8));
+}
+SIMD_INLINE V load_n(const fp8_e4m3* p, int n) {
+  const __m256i wide = _mm256_cvtepu8_epi16(bytes(p, n)), size = _mm256_and_si256(wide, _mm256_set1_epi16(0x7f));
+  const __m256i sign = _mm256_slli_epi16(_mm256_xor_si256(wide, size), 8);
+  const __m256i nan = _mm256_cmpeq_epi16(size, _mm256_set1_epi16(0x7f));
+  const __m256i half = _mm256_or_si256(_mm256_or_si256(sign, nan), _mm256_slli_epi16(size, 7));
+  return mul(_mm512_cvtph_ps(half), set1(256.0f));
+}
+SIMD_INLINE V load(const int8_t* p) { return load_n(p, W); }
+SIMD_INLINE V load(const fp8_e4m3* p) { return load_n(p, W); }
+SIMD_INLINE V load(const fp8_e5m2* p) { return load_n(p, W); }
+SIMD_INLINE void load_nibbles(const uint8_t* p, int n, V& low, V& high) {
+  const __m512i both = _mm512_cvtepu8_epi32(bytes(p, n));
+  low = _mm512_cvtepi32_ps(_mm512_and_si512(both, _mm512_set1_epi32(15)));
+  high = _mm512_cvtepi32_ps(_mm512_srli_epi32(both, 4));
+}
+
+// Each 128-bit lane ends up with that lane's share of the four sums.
+SIMD_INLINE V sum4(V a, V b, V c, V d) {
+  const V ab = add(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+  const V cd = add(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+  const __m512d x = _mm512_castps_pd(ab), y = _mm512_castps_pd(cd);
+  return add(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)), _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
+}
+SIMD_INLINE V join(const V* parts) {
+  const V low = add(_mm512_shuffle_f32x4(parts[0], parts[1], 0x44), _mm512_shuffle_f32x4(parts[0], parts[1], 0xee));
+  const V high = add(_mm512_shuffle_f32x4(parts[2], parts[3], 0x44), _mm512_shuffle_f32x4(parts[2], parts[3], 0xee));
+  return add(_mm512_shuffle_f32x4(low, high, 0x88), _mm512_shuffle_f32x4(low, high, 0xdd));
+}
+
+// In place: lane j of rows[i] becomes lane i of rows[j].
+SIMD_INLINE void transpose(V* rows) {
+  V pairs[16], quads[16];
+  for (int i = 0; i < 16; i += 2) {
+    pairs[i] = _mm512_unpacklo_ps(rows[i], rows[i + 1]);
+    pairs[i + 1] = _mm512_unpackhi_ps(rows[i], rows[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4) {
+    for (int j = 0; j < 2; ++j) {
+      const __m512d x = _mm512_castps_pd(pairs[i + j]), y = _mm512_castps_pd(pairs[i + j + 2]);
+      quads[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(x, y));
+      quads[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(x, y));
+    }
+  }
+  for (int j = 0; j < 4; ++j) {
+    const V a = _mm512_shuffle_f32x4(quads[j], quads[j + 4], 0x88), b = _mm512_shuffle_f32x4(quads[j], quads[j + 4], 0xdd);
+    const V c = _mm512_shuffle_f32x4(quads[j + 8], quads[j + 12], 0x88), d = _mm512_shuffle_f32x4(quads[j + 8], quads[j + 12], 0xdd);
+    rows[j] = _mm512_shuffle_f32x4(a, c, 0x88);
+    rows[j + 8] = _mm512_shuffle_f32x4(a, c, 0xdd);
+    rows[j + 4] = _mm512_shuffle_f32x4(b, d, 0x88);
+    rows[j + 12] = _mm512_shuffle_f32x4(b, d, 0xdd);
+  }
+}
+
+SIMD_INLINE V exp2(V x) {
+  x = max(set1(-200.0f), x);  // below the smallest float, for scalef; in this order a NaN stays one
+  const V whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const V f = _mm512_sub_ps(x, whole);
+  V y = set1(EXP2_POLY[6]);
+  for (int i = 5; i >= 0; --i) y = fma(y, f, set1(EXP2_POLY[i]));
+  return _mm512_scalef_ps(y, whole);
+}
+}  // namespace simd
+
+namespace {
+using namespace simd;
+
+using T = bf16;  // q, k, v
+using C = int8_t;  // cache
+constexpr int KV_HEADS = 3, D = 64, DV = 64, BLOCK = 16;
+
+// One token's row of one head into the cache: PACK elements side by side, `stride` from one pack to the next.
+template <int N, int PACK>
+inline void put(C* to, const C* from, int64_t stride) {
+  if (PACK == N) {
+    std::memcpy(to, from, N * sizeof(C));
+  } else {
+    for (int d = 0; d < N / PACK; ++d) std::memcpy(to + d * stride, from + d * PACK, PACK * sizeof(C));
+  }
+}
+
+// --- a row in fp32, padded with zeros to whole vectors ----------------------------------------------------------------
+
+constexpr int ROW = (std::max(D, DV) + W - 1) / W * W;
+
+template <int N>
+inline void load_row(float* row, const T* from) {
+  for (int d = 0; d < N; d += W) store(row + d, N - d >= W ? load(from + d) : load_n(from + d, N - d));
+}
+
+// --- quantisation, bit for bit as `quantise` in pagegen/reference.py has it -------------------------------------------
+
+struct Scale {
+  float scale, zero;
+};
+
+// A scale that is 0, subnormal or NaN has no use as a divisor: what is divided by it becomes 0.
+inline float inverse(float scale) { return scale >= 0x1p-126f ? 1.0f / scale : 0.0f; }
+
+// The scale with which a row fills the type.
+template <int N>
+inline Scale scale_of(const float* row) {
+  uint32_t most = 0;  // magnitudes compared as integers: a NaN is the largest
+  for (int d = 0; d < N; ++d) most = std::max(most, to_bits(row[d]) & 0x7fffffff);
+  return {from_bits(most) / 127.0f, 0.0f};
+}
+
+// N numbers to N stored ones.
+template <int N>
+inline void quantise(C* to, const float* row, Scale by) {
+  const float factor = inverse(by.scale);
+  alignas(64) float steps[N];
+  for (int d = 0; d < N; ++d) steps[d] = row[d] * factor;
+  const auto step = [&](int d) {
+    const float x = steps[d];
+    return int(std::nearbyint(x > -128.0f ? (x < 127.0f ? x : 127.0f) : -128.0f));
+  };
+  for (int d = 0; d < N; ++d) to[d] = int8_t(step(d));
+}
+}  // namespace
+
+PG_EXPORT int32_t pagegen_abi_version(void) { return PAGEGEN_ABI_VERSION; }
+
+PG_EXPORT int32_t pagegen_write_kv(const pg_write_kv_args* args) {
+  const pg_write_kv_args& a = *args;
+  if (a.size < sizeof(pg_write_kv_args)) return PG_E_SIZE;
+  for (int64_t t = 0; t < a.num_tokens; ++t) {
+    if (a.slot_mapping[t] < -1 || a.slot_mapping[t] >= a.num_blocks * BLOCK) return PG_E_SLOT;
+  }
+  const T* k = static_cast<const T*>(a.k);
+  C* k_cache = static_cast<C*>(a.k_cache);
+  const T* v = static_cast<const T*>(a.v);
+  C* v_cache = static_cast<C*>(a.v_cache);
+  // Below a few tokens a thread, waking the others costs more than the work.
+  const int threads = int(std::clamp<int64_t>(a.num_tokens / 4, 1, std::max(1, a.num_threads)));
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+  for (int64_t t = 0; t < a.num_tokens; ++t) {
+    alignas(64) float row[ROW];
+    alignas(64) C stored[ROW];
+    const int64_t slot = a.slot_mapping[t];
+    if (slot < 0) continue;
+    const int64_t block = slot / BLOCK, in_block = slot % BLOCK;
+    for (int64_t h = 0; h < KV_HEADS; ++h) {
+      load_row<D>(row, k + t * a.src_k_stride_token + h * a.src_k_stride_head);
+      const Scale k_by = scale_of<D>(row);
+      a.k_scale[block * a.k_scale_stride_block + in_block * a.k_scale_stride_token + h * a.k_scale_stride_head] = k_by.scale;
+      quantise<D>(stored, row, k_by);
+      put<64, 64>(k_cache + block * a.k_stride_block + in_block * a.k_stride_token + h * a.k_stride_head, stored, a.k_stride_dim);
+      load_row<DV>(row, v + t * a.src_v_stride_token + h * a.src_v_stride_head);
+      const Scale v_by = scale_of<DV>(row);
+      a.v_scale[block * a.v_scale_stride_block + in_block * a.v_scale_stride_token + h * a.v_scale_stride_head] = v_by.scale;
+      quantise<DV>(stored, row, v_by);
+      put<64, 64>(v_cache + block * a.v_stride_block + in_block * a.v_stride_token + h * a.v_stride_head, stored, a.v_stride_dim);
+    }
+  }
+  return PG_OK;
+}

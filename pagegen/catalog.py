@@ -57,7 +57,7 @@ _CACHE = frozenset(("kv_dtype", "kv_zero", "v_in_k", *(f"kv_dtype={dtype}" for d
 _CPP_ATTEND = _ATTEND_ONLY | _WRITE_ONLY | _CACHE
 _CPP_WRITE_KV = _ATTEND_ONLY | _WRITE_ONLY | _CACHE
 _CPP_MOVE = _ATTEND_ONLY | _WRITE_ONLY | _CACHE
-_TRITON_ATTEND = _WRITE_ONLY
+_TRITON_ATTEND = _ATTEND_ONLY | _WRITE_ONLY | _CACHE
 _TRITON_WRITE_KV = _ATTEND_ONLY
 _TRITON_COPY_BLOCKS = _ATTEND_ONLY | _WRITE_ONLY
 
@@ -153,7 +153,7 @@ def _triton_attend_space(spec: KernelSpec, target: Target) -> ConfigSpace:
         ),
         (
             Constraint(lambda v: int(v["tile_q"]) * int(v["tile_kv"]) <= 128 * 128, "the score tile exceeds 128 x 128"),
-            Constraint(lambda v: int(v["tile_q"]) >= spec.group, f"tile_q must hold one group of {spec.group} query heads"),
+            Constraint(lambda v: spec.v_in_k or int(v["tile_q"]) >= spec.group, f"tile_q must hold one group of {spec.group} query heads"),
             Constraint(fits, f"the K and V tiles in flight exceed {target.name}'s shared memory; lower tile_kv or num_stages"),
         ),
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
+import inspect
 import os
 import traceback
 import warnings
@@ -28,12 +29,13 @@ from ..kernel import (
     KVScales,
     WriteExtras,
     allocate_cache,
+    allocate_scales,
     check_attend,
     check_copy_blocks,
     check_write_kv,
 )
 from ..paths import kernel_cache, write_atomic
-from ..spec import KernelSpec, Op
+from ..spec import KernelSpec, KVScale, Op
 from ..target import Target
 
 if TYPE_CHECKING:
@@ -97,8 +99,14 @@ class TritonKernel:
         return torch.cuda.device_of(tensor)  # type: ignore[no-untyped-call]
 
 
+def _given(scales: KVScales | None, *others: torch.Tensor | None) -> Iterator[torch.Tensor]:
+    """What a spec asks for beyond the plain arguments, in the order in which `launch` takes it; the rest is None here."""
+    of_scales = (scales.k_scale, scales.v_scale, scales.k_zero, scales.v_zero) if scales else ()
+    return (tensor for tensor in (*of_scales, *others) if tensor is not None)
+
+
 class TritonAttend(TritonKernel):
-    """`Attend` on a generated module."""
+    """`Attend` on a generated module. That a shared prefix is shared is taken on trust: tables are not read here."""
 
     def __call__(
         self,
@@ -119,7 +127,10 @@ class TritonAttend(TritonKernel):
         check_attend(self.spec, out, q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, lse, extras)
         scale = self.spec.softmax_scale if scale is None else scale
         with self._device(q):
-            self._launch(out, q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, scale, lse)
+            self._launch(
+                *(out, q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, scale, lse, extras.shared_prefix_len),
+                *_given(extras.scales, extras.alibi_slopes, extras.sinks, extras.mask),
+            )
 
 
 class TritonWriteKV(TritonKernel):
@@ -136,8 +147,10 @@ class TritonWriteKV(TritonKernel):
         extras: WriteExtras = NO_WRITE_EXTRAS,
     ) -> None:
         check_write_kv(self.spec, k, v, k_cache, v_cache, slot_mapping, extras)
+        rotation = (extras.q, extras.q_out, extras.positions, extras.cos_sin, extras.q_weight, extras.k_weight)
+        eps = (extras.eps,) if self.spec.qk_norm else ()
         with self._device(k):
-            self._launch(k, v, k_cache, v_cache, slot_mapping)
+            self._launch(k, v, k_cache, v_cache, slot_mapping, *_given(extras.scales, *rotation), *eps)
 
 
 class TritonCopyBlocks(TritonKernel):
@@ -148,7 +161,7 @@ class TritonCopyBlocks(TritonKernel):
     ) -> None:
         check_copy_blocks(self.spec, k_cache, v_cache, pairs, scales)
         with self._device(k_cache):
-            self._launch(k_cache, v_cache, pairs)
+            self._launch(k_cache, v_cache, pairs, *_given(scales if self.spec.kv_scale is KVScale.TOKEN_HEAD else None))
 
 
 TRITON_KERNELS: dict[Op, type[TritonAttend | TritonWriteKV | TritonCopyBlocks]] = {
@@ -179,11 +192,11 @@ class Interpreter:
         self, text: str, key: str, spec: KernelSpec, op: Op, config: Mapping[str, Any]
     ) -> TritonAttend | TritonWriteKV | TritonCopyBlocks:
         """The counterpart of the function `load`."""
-        return TRITON_KERNELS[op](spec, config, functools.partial(self._run, text, key))
+        return TRITON_KERNELS[op](spec, config, functools.partial(self._run, text, key, COMPUTED[op]))
 
-    def _run(self, text: str, key: str, *arguments: object) -> None:
+    def _run(self, text: str, key: str, computed: frozenset[str], *arguments: object) -> None:
         try:
-            self._connection.send((text, key, arguments))  # moves tensors into shared memory: the worker writes in place
+            self._connection.send((text, key, computed, arguments))  # moves tensors into shared memory: the worker writes in place
             failure: str | None = self._connection.recv()
         except (EOFError, OSError):
             self._process.join(10)
@@ -217,29 +230,37 @@ def _interpret(connection: Any) -> None:
     modules: dict[str, ModuleType] = {}
     while True:
         try:
-            text, key, arguments = connection.recv()
+            text, key, computed, arguments = connection.recv()
         except EOFError:
             return
         try:
             if key not in modules:
                 modules[key] = _module(text, key)
-            _launch_rounded(modules[key].launch, arguments)
+            _launch_rounded(modules[key].launch, computed, arguments)
             connection.send(None)
         except Exception:  # noqa: BLE001 - whatever a kernel raises is the caller's to see
             connection.send(traceback.format_exc())
 
 
-def _launch_rounded(launch: Launch, arguments: tuple[Any, ...]) -> None:
-    """Launches; attend's out (it alone is computed) goes through fp32, for the interpreter's stores truncate to bf16."""
-    if len(arguments) != len(ATTEND_ARGUMENTS):
-        return launch(*arguments)
-    out = arguments[0]
-    exact = out.float()
-    launch(exact, *arguments[1:])
-    out.copy_(exact)
+# What an op may compute rather than move. The interpreter's stores truncate to bf16, so there it goes through fp32.
+COMPUTED = {
+    Op.ATTEND: frozenset(("out",)),
+    Op.WRITE_KV: frozenset(("k_cache", "v_cache", "q_out")),
+    Op.COPY_BLOCKS: frozenset[str](),
+}
 
 
-ATTEND_ARGUMENTS = ("out", "q", "k_cache", "v_cache", "block_table", "context_lens", "cu_seqlens_q", "scale", "lse")
+def _launch_rounded(launch: Launch, computed: frozenset[str], arguments: tuple[Any, ...]) -> None:
+    """Launches; bf16 tensors among the parameters `computed` are replaced by fp32 ones, and rounded afterwards."""
+    exact = list(arguments)
+    for index, name in enumerate(inspect.signature(launch).parameters):
+        if name in computed and arguments[index].dtype == torch.bfloat16:
+            exact[index] = arguments[index].float()
+    launch(*exact)
+    for given, made in zip(arguments, exact, strict=True):
+        if made is not given:
+            written = made.view(torch.int32) != given.float().view(torch.int32)
+            given[written] = made[written].to(given.dtype)  # what was not written keeps its bits, those of a NaN too
 
 
 # --- compiling for an absent GPU -------------------------------------------------------------------------------------
@@ -277,11 +298,19 @@ def compile_for(source: Source) -> tuple[CompiledTriton, ...]:
     return tuple(compiled.values())
 
 
+TYPICAL_BATCHES = (  # name, tokens, sequences, context, of it a shared prefix
+    ("decode", 4096, 4096, 128, 0),
+    ("split", 1, 1, 8192, 0),
+    ("prefill", 8192, 4, 2048, 0),
+)
+
+
 def _typical_calls(spec: KernelSpec, op: Op) -> Iterator[tuple[str, tuple[Any, ...]]]:
     def meta(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     k_cache, v_cache = allocate_cache(spec, 64, "meta")
+    scales = allocate_scales(spec, 64, "meta")
     dtype = TORCH_DTYPES[spec.dtype]
     if op is Op.WRITE_KV:
         k = meta((64, spec.kv_heads, spec.head_dim), k_cache.dtype)
@@ -290,12 +319,15 @@ def _typical_calls(spec: KernelSpec, op: Op) -> Iterator[tuple[str, tuple[Any, .
     elif op is Op.COPY_BLOCKS:
         yield op.value, (k_cache, v_cache, meta((4, 2), torch.int64))
     else:
-        for name, tokens, seqs, context in (("decode", 4096, 4096, 128), ("split", 1, 1, 8192), ("prefill", 8192, 4, 2048)):
+        for name, tokens, seqs, context, prefix in TYPICAL_BATCHES:
             q, out = (meta((tokens, spec.q_heads, dim), dtype) for dim in (spec.head_dim, spec.dim_v))
             lse = meta((tokens, spec.q_heads), torch.float32) if spec.lse else None
             table = meta((seqs, -(-context // spec.block_size)), torch.int32)
             lens, starts = meta((seqs,), torch.int32), meta((seqs + 1,), torch.int32)
-            yield name, (out, q, k_cache, v_cache, table, lens, starts, spec.softmax_scale, lse)
+            heads = (meta((spec.q_heads,), torch.float32) if wanted else None for wanted in (spec.alibi, spec.sinks))
+            mask = meta((tokens, 32), torch.uint8) if spec.mask else None
+            shared = prefix // spec.block_size * spec.block_size
+            yield name, (out, q, k_cache, v_cache, table, lens, starts, spec.softmax_scale, lse, shared, *_given(scales, *heads, mask))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -346,6 +378,8 @@ _POINTERS = {
     torch.float16: "*fp16",
     torch.int32: "*i32",
     torch.int64: "*i64",
+    torch.int8: "*i8",
+    torch.uint8: "*u8",
 }
 
 

@@ -33,10 +33,12 @@ from ..kernel import (
     check_attend,
     check_copy_blocks,
     check_write_kv,
+    require,
 )
 from ..paths import kernel_cache, write_atomic
 from ..spec import KernelSpec, KVScale, Op
 from ..target import Target
+from ..transfer import block_bytes, check_gather_blocks, check_scatter_blocks
 
 if TYPE_CHECKING:
     from ..render import Source
@@ -46,7 +48,7 @@ Launch = Callable[..., None]  # `launch` of a generated module, or a stand-in fo
 
 def load(
     text: str, key: str, spec: KernelSpec, op: Op, config: Mapping[str, Any]
-) -> TritonAttend | TritonWriteKV | TritonCopyBlocks:
+) -> AnyTritonKernel:
     """A generated module as the callable for `op`, on the GPU that its tensors are on."""
     _keep_cache()
     return TRITON_KERNELS[op](spec, config, _module(text, key).launch)
@@ -105,6 +107,11 @@ def _given(scales: KVScales | None, *others: torch.Tensor | None) -> Iterator[to
     return (tensor for tensor in (*of_scales, *others) if tensor is not None)
 
 
+def _by_token(spec: KernelSpec, scales: KVScales | None) -> Iterator[torch.Tensor]:
+    """The scales that lie in blocks, as the cache does."""
+    return _given(scales if spec.kv_scale is KVScale.TOKEN_HEAD else None)
+
+
 class TritonAttend(TritonKernel):
     """`Attend` on a generated module. That a shared prefix is shared is taken on trust: tables are not read here."""
 
@@ -161,13 +168,64 @@ class TritonCopyBlocks(TritonKernel):
     ) -> None:
         check_copy_blocks(self.spec, k_cache, v_cache, pairs, scales)
         with self._device(k_cache):
-            self._launch(k_cache, v_cache, pairs, *_given(scales if self.spec.kv_scale is KVScale.TOKEN_HEAD else None))
+            self._launch(k_cache, v_cache, pairs, *_by_token(self.spec, scales))
 
 
-TRITON_KERNELS: dict[Op, type[TritonAttend | TritonWriteKV | TritonCopyBlocks]] = {
+class _TritonStageBlocks(TritonKernel):
+    def _stage(
+        self,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        blocks: torch.Tensor,
+        staging: torch.Tensor,
+        scales: KVScales | None,
+    ) -> None:
+        size = max(tensor.element_size() for tensor in (k_cache, *_by_token(self.spec, scales)))
+        aligned = staging.stride(0) % size == 0 and staging.data_ptr() % size == 0
+        require(aligned, "staging", f"rows {staging.stride(0)} bytes apart", f"rows that begin at multiples of {size} bytes")
+        with self._device(k_cache):
+            self._launch(k_cache, v_cache, blocks, staging, *_by_token(self.spec, scales))
+
+
+class TritonGatherBlocks(_TritonStageBlocks):
+    """`GatherBlocks` on a generated module."""
+
+    def __call__(
+        self,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        blocks: torch.Tensor,
+        staging: torch.Tensor,
+        *,
+        scales: KVScales | None = None,
+    ) -> None:
+        check_gather_blocks(self.spec, k_cache, v_cache, blocks, staging, scales)
+        self._stage(k_cache, v_cache, blocks, staging, scales)
+
+
+class TritonScatterBlocks(_TritonStageBlocks):
+    """`ScatterBlocks` on a generated module."""
+
+    def __call__(
+        self,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        blocks: torch.Tensor,
+        staging: torch.Tensor,
+        *,
+        scales: KVScales | None = None,
+    ) -> None:
+        check_scatter_blocks(self.spec, k_cache, v_cache, blocks, staging, scales)
+        self._stage(k_cache, v_cache, blocks, staging, scales)
+
+
+AnyTritonKernel = TritonAttend | TritonWriteKV | TritonCopyBlocks | TritonGatherBlocks | TritonScatterBlocks
+TRITON_KERNELS: dict[Op, type[AnyTritonKernel]] = {
     Op.ATTEND: TritonAttend,
     Op.WRITE_KV: TritonWriteKV,
     Op.COPY_BLOCKS: TritonCopyBlocks,
+    Op.GATHER_BLOCKS: TritonGatherBlocks,
+    Op.SCATTER_BLOCKS: TritonScatterBlocks,
 }
 
 
@@ -190,7 +248,7 @@ class Interpreter:
 
     def load(
         self, text: str, key: str, spec: KernelSpec, op: Op, config: Mapping[str, Any]
-    ) -> TritonAttend | TritonWriteKV | TritonCopyBlocks:
+    ) -> AnyTritonKernel:
         """The counterpart of the function `load`."""
         return TRITON_KERNELS[op](spec, config, functools.partial(self._run, text, key, COMPUTED[op]))
 
@@ -247,6 +305,8 @@ COMPUTED = {
     Op.ATTEND: frozenset(("out",)),
     Op.WRITE_KV: frozenset(("k_cache", "v_cache", "q_out")),
     Op.COPY_BLOCKS: frozenset[str](),
+    Op.GATHER_BLOCKS: frozenset[str](),
+    Op.SCATTER_BLOCKS: frozenset[str](),
 }
 
 
@@ -257,10 +317,9 @@ def _launch_rounded(launch: Launch, computed: frozenset[str], arguments: tuple[A
         if name in computed and arguments[index].dtype == torch.bfloat16:
             exact[index] = arguments[index].float()
     launch(*exact)
-    for given, made in zip(arguments, exact, strict=True):
-        if made is not given:
-            written = made.view(torch.int32) != given.float().view(torch.int32)
-            given[written] = made[written].to(given.dtype)  # what was not written keeps its bits, those of a NaN too
+    changed = [(old, new, new.view(torch.int32) != old.float().view(torch.int32)) for old, new in zip(arguments, exact, strict=True) if new is not old]
+    for old, new, where in changed:  # what was not written keeps its bits, those of a NaN too; V may lie inside K
+        old[where] = new[where].to(old.dtype)
 
 
 # --- compiling for an absent GPU -------------------------------------------------------------------------------------
@@ -313,11 +372,22 @@ def _typical_calls(spec: KernelSpec, op: Op) -> Iterator[tuple[str, tuple[Any, .
     scales = allocate_scales(spec, 64, "meta")
     dtype = TORCH_DTYPES[spec.dtype]
     if op is Op.WRITE_KV:
-        k = meta((64, spec.kv_heads, spec.head_dim), k_cache.dtype)
-        v = meta((64, spec.kv_heads, spec.dim_v), v_cache.dtype)
-        yield op.value, (k, v, k_cache, v_cache, meta((64,), torch.int64))
+        computed = spec.rope is not None or spec.cache_dtype.quantised
+        k = meta((64, spec.kv_heads, spec.head_dim), dtype if computed else k_cache.dtype)
+        v = meta((64, spec.kv_heads, spec.dim_v), k.dtype)
+        extras: list[torch.Tensor | float] = [*_given(scales)]
+        if spec.rotary_dim is not None:
+            q = meta((64, spec.q_heads, spec.head_dim), dtype)
+            extras += [q, q, meta((64,), torch.int64), meta((4096, spec.rotary_dim), torch.float32)]
+        if spec.qk_norm:
+            weight = meta((spec.head_dim,), torch.float32)
+            extras += [weight, weight, 1e-6]
+        yield op.value, (k, v, k_cache, v_cache, meta((64,), torch.int64), *extras)
     elif op is Op.COPY_BLOCKS:
-        yield op.value, (k_cache, v_cache, meta((4, 2), torch.int64))
+        yield op.value, (k_cache, v_cache, meta((4, 2), torch.int64), *_by_token(spec, scales))
+    elif op in (Op.GATHER_BLOCKS, Op.SCATTER_BLOCKS):
+        staging = meta((4, block_bytes(spec)), torch.uint8)
+        yield op.value, (k_cache, v_cache, meta((4,), torch.int64), staging, *_by_token(spec, scales))
     else:
         for name, tokens, seqs, context, prefix in TYPICAL_BATCHES:
             q, out = (meta((tokens, spec.q_heads, dim), dtype) for dim in (spec.head_dim, spec.dim_v))
@@ -366,8 +436,8 @@ class _Recorder:
             kind = _kind(value)
             if parameter.is_constexpr or value is None or (kind.startswith("i") and value == 1 and specialised):
                 kind, constants[parameter.name] = "constexpr", value
-            elif kind.startswith("*") or (kind.startswith("i") and value % 16 == 0 and specialised):
-                aligned.append(parameter.num)  # allocators align tensors to far more than 16 bytes
+            elif (_offset(value) if kind.startswith("*") else value if kind.startswith("i") and specialised else 1) % 16 == 0:
+                aligned.append(parameter.num)
             signature[parameter.name] = kind
         self.calls.append(_Call(self.kernel, signature, constants, tuple(aligned), keywords))
 
@@ -381,6 +451,11 @@ _POINTERS = {
     torch.int8: "*i8",
     torch.uint8: "*u8",
 }
+
+
+def _offset(tensor: torch.Tensor) -> int:
+    """Bytes from the start of its memory, which allocators align to far more than 16 bytes."""
+    return int(tensor.storage_offset()) * tensor.element_size()
 
 
 def _kind(value: Any) -> str:

@@ -43,6 +43,7 @@ from .errors import KernelError
 from .spec import DType, KernelSpec, KVLayout, KVScale, Op, Order
 
 ABI_VERSION = 1
+MAX_BLOCKS = 2**31  # that a block table of int32 can name
 
 TORCH_DTYPES = {
     DType.FP32: torch.float32,
@@ -99,6 +100,7 @@ class WriteExtras:
     and `cos_sin` `[P, rotary_dim]` fp32 (cosines, then sines); the rotated q is written to `q_out`, which may be q. With
     spec.qk_norm, each head of q and k is first divided by its root mean square (`eps` inside the root) and multiplied by
     `q_weight`, `k_weight` `[head_dim]` fp32. All of it is computed in fp32 and rounded once.
+    Tokens whose slot is -1 have a q, and a position, too.
     Scales per token and head are written by write_kv (the largest magnitude, or the range, of the row fills the type);
     coarser ones are read.
     """
@@ -257,6 +259,8 @@ def length(tensor: torch.Tensor, dim: int = 0) -> int:
 def check_cache(spec: KernelSpec, k_cache: torch.Tensor, v_cache: torch.Tensor) -> int:
     """Checks both caches against the spec and each other; returns the number of blocks."""
     layout, dtype, num_blocks = spec.kv_layout, TORCH_DTYPES[spec.cache_dtype], length(k_cache)
+    if num_blocks > MAX_BLOCKS:
+        raise KernelError(f"k_cache: got {num_blocks} blocks, expected at most {MAX_BLOCKS}: block tables hold int32")
     k_shape = layout.k_shape(num_blocks, spec.block_size, spec.kv_heads, spec.k_width)
     v_shape = layout.v_shape(num_blocks, spec.block_size, spec.kv_heads, spec.v_width)
     check_rows("k_cache", k_cache, k_shape, dtype, k_cache.device)

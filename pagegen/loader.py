@@ -81,6 +81,8 @@ def _fault(manifest: Mapping[str, Any]) -> str | None:
     for name, kind in FIELDS.items():
         if not isinstance(manifest.get(name), kind):
             return f"{name!r} is missing or is no {kind.__name__}"
+    if not isinstance(manifest.get("max_blocks", 1), int):
+        return "'max_blocks' is no int"
     for name in ("hardware", "toolchain"):
         if not isinstance(manifest["fingerprint"].get(name), dict):
             return f"fingerprint has no {name!r}"
@@ -147,6 +149,7 @@ class PackagedKernels:
         self.name: str = self.manifest["name"]
         self.spec = KernelSpec.from_dict(self.manifest["spec"])
         self.target = parse_target(self.manifest["target"])
+        self.max_blocks: int | None = self.manifest.get("max_blocks")
         self.dispatch = {op: self._table(op) for op in PAGED_OPS}
         self._lock = threading.Lock()
         self._loaded: dict[str, AnyKernel] | None = None
@@ -189,6 +192,7 @@ class PackagedKernels:
         The two maxima choose the kernel. A CPU batch that comes without `max_context_len` is read for it (microseconds); a
         GPU batch is not, since that would wait for the device, and gets the rows of the table without a bound on it.
         """
+        self._require_room(k_cache)
         seqs = context_lens.shape[0]
         if max_context_len is None and context_lens.device.type == "cpu":
             max_context_len = int(context_lens.max()) if seqs else 0
@@ -220,6 +224,7 @@ class PackagedKernels:
         extras: WriteExtras = NO_WRITE_EXTRAS,
     ) -> None:
         """Scatters new keys and values into the cache."""
+        self._require_room(k_cache)
         kernel = cast(WriteKV, self._kernels()[self.dispatch[Op.WRITE_KV].fallback])
         kernel(k, v, k_cache, v_cache, slot_mapping, extras=extras)
 
@@ -227,7 +232,15 @@ class PackagedKernels:
         self, k_cache: torch.Tensor, v_cache: torch.Tensor, pairs: torch.Tensor, *, scales: KVScales | None = None
     ) -> None:
         """Copies whole blocks inside the cache."""
+        self._require_room(k_cache)
         cast(CopyBlocks, self._kernels()[self.dispatch[Op.COPY_BLOCKS].fallback])(k_cache, v_cache, pairs, scales=scales)
+
+    def _require_room(self, k_cache: torch.Tensor) -> None:
+        if self.max_blocks is not None and len(k_cache) > self.max_blocks:
+            raise PackageError(
+                f"package {self.name}: the cache has {len(k_cache)} blocks, and indices are proven to fit up to {self.max_blocks} "
+                "(max_blocks in its manifest); use fewer blocks, or larger ones"
+            )
 
     def default_kernels(self) -> OpKernels:
         """The untuned default, which is every table's fallback: what a bench compares the winners with."""

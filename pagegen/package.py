@@ -50,6 +50,7 @@ from pagegen.kernel import (
     WriteKV,
 )
 from pagegen.loader import FORMAT, MANIFEST, fingerprint, read_manifest
+from pagegen.offsets import max_blocks
 from pagegen.paths import package_cache
 from pagegen.records import DispatchTable
 from pagegen.render import Source, environment, render
@@ -58,7 +59,8 @@ from pagegen.target import Fingerprint, Target, hardware_fingerprint, is_present
 
 VENDORED = (
     *("errors.py", "expression.py", "paths.py", "spec.py", "target.py", "space.py", "records.py", "kernel.py", "transfer.py", "reference.py"),
-    *("build/cpp.py", "build/triton.py", "check/suite.py", "check/tensors.py", "check/compare.py", "explain.py", "loader.py"),
+    *("build/cpp.py", "build/triton.py", "explain.py", "loader.py"),
+    *(f"check/{name}.py" for name in ("case", "suite", "pool", "tensors", "tolerance", "compare")),
     *("tuning/measure.py", "tuning/workload.py", "tuning/baselines.py"),
 )
 RENDERED = {
@@ -186,6 +188,7 @@ def write_package(
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "spec": spec.to_dict(),
         "target": target.name,
+        "max_blocks": max_blocks(spec),
         "fingerprint": {"hardware": dict(made_on.hardware), "toolchain": dict(made_on.toolchain)},
         "kernels": {key: _entry(key, packaged) for key, packaged in kernels.items()},
         "dispatch": {op.value: dispatch[op].to_dict() for op in PAGED_OPS},

@@ -178,12 +178,12 @@ class ReferenceKernels:
         starts: list[int] = cu_seqlens_q.tolist()
         for s, context in enumerate(context_lens.tolist()):
             rows = slice(starts[s], starts[s + 1])
-            k, v = self._keys_and_values(k_cache, v_cache, block_table[s], context, extras.scales)
+            k, v = self.keys_and_values(k_cache, v_cache, block_table[s], context, extras.scales)
             scores = torch.einsum("qhd,khd->qhk", q[rows].double(), k) * (spec.softmax_scale if scale is None else scale)
             own = context - (rows.stop - rows.start) + torch.arange(rows.stop - rows.start)
             scores = self._modified(scores, own, extras)
             mask = None if extras.mask is None else extras.mask[rows]
-            scores.masked_fill_(~self._seen(own, context, mask)[:, None, :], float("-inf"))
+            scores.masked_fill_(~self.seen(own, context, mask)[:, None, :], float("-inf"))
             logits = scores
             if extras.sinks is not None:
                 logits = torch.cat((scores, extras.sinks.double()[None, :, None].expand(len(scores), -1, 1)), dim=-1)
@@ -193,7 +193,7 @@ class ReferenceKernels:
             if lse is not None:
                 lse[rows] = total.float()
 
-    def _keys_and_values(
+    def keys_and_values(
         self, k_cache: torch.Tensor, v_cache: torch.Tensor, table: torch.Tensor, context: int, scales: KVScales | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """float64 K and V `[context, q_heads, dim]` of one sequence, each KV head repeated for its group."""
@@ -227,7 +227,7 @@ class ReferenceKernels:
             scores = evaluate_score_mod(spec.score_mod, scores, q_idx, k_idx, heads).clone()
         return scores
 
-    def _seen(self, own: torch.Tensor, context: int, mask: torch.Tensor | None) -> torch.Tensor:
+    def seen(self, own: torch.Tensor, context: int, mask: torch.Tensor | None) -> torch.Tensor:
         """[rows, context]: whether a row at position own sees a key."""
         spec, keys = self.spec, torch.arange(context)[None, :]
         seen = torch.ones(len(own), context, dtype=torch.bool)

@@ -23,8 +23,9 @@ import torch
 
 from pagegen.build import triton as backend
 from pagegen.catalog import variant
+from pagegen.check.case import Case
 from pagegen.check.compare import check_calls
-from pagegen.check.suite import Case, quick_suite
+from pagegen.check.suite import quick_suite
 from pagegen.errors import BuildError, PagegenError
 from pagegen.kernel import Attend
 from pagegen.render import Source, render

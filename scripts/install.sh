@@ -21,6 +21,11 @@ debian() {
 if ! command -v g++ >/dev/null && ! command -v clang++ >/dev/null && [ -z "${PAGEGEN_CXX:-}" ]; then
   debian g++ || echo "install: no C++ compiler, and none could be installed; kernels will not build, their tests skip" >&2
 fi
+# Kernels for AArch64 are made and tried out on any machine, in an emulator.
+if [ "$(uname -m)" != aarch64 ] && { ! command -v aarch64-linux-gnu-g++ || ! command -v qemu-aarch64; } >/dev/null; then
+  debian g++-aarch64-linux-gnu qemu-user ||
+    echo "install: no cross compiler or emulator for AArch64, and none could be installed; tests of NEON kernels skip" >&2
+fi
 if [ ! -x "$venv/bin/python" ]; then
   "$python" -m venv "$venv" || { debian python3-venv && "$python" -m venv "$venv"; } ||
     fail "python -m venv failed; install the venv module (Debian: apt-get install python3-venv)"

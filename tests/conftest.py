@@ -16,7 +16,13 @@ from pathlib import Path
 import pytest
 import torch
 
-GOLDEN = Path(__file__).parent / "golden"
+from pagegen.build.cpp import compiler, emulator
+from pagegen.errors import BuildError
+from pagegen.target import parse_target
+
+NEON = parse_target("cpu:neon")
+ROOT = Path(__file__).parents[1]
+GOLDEN = ROOT / "tests" / "golden"
 
 Golden = Callable[[str, str], None]
 
@@ -30,6 +36,14 @@ class Capability:
     reason: str
 
 
+def _runs_neon() -> bool:
+    """On AArch64 it does; elsewhere a cross compiler and an emulator do."""
+    try:
+        return bool(compiler(NEON)) and isinstance(emulator(NEON), tuple)
+    except BuildError:
+        return False
+
+
 def _installed(name: str) -> Callable[[], bool]:
     return functools.partial(importlib.util.find_spec, name)  # type: ignore[return-value]  # None is no
 
@@ -39,6 +53,7 @@ CAPABILITIES = (
     Capability("oracle", _installed("transformers"), "needs transformers: pip install -e '.[dev]'"),
     Capability("triton", _installed("triton"), "needs triton, which has wheels for Linux on x86-64 only"),
     Capability("compiler", lambda: bool(shutil.which("g++") or shutil.which("clang++")), "needs g++ or clang++"),
+    Capability("neon", _runs_neon, "needs AArch64, or apt-get install g++-aarch64-linux-gnu qemu-user"),
     Capability("gpu", torch.cuda.is_available, "needs a GPU that torch sees"),
 )
 

@@ -23,7 +23,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("spec", "target"),
     ("space", "records", "kernel"),
     ("transfer",),
-    ("reference",),
+    ("reference", "offsets"),
     ("catalog",),
     ("render",),
     ("build", "resources"),

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from pagegen import catalog
 from pagegen import render as render_module
 from pagegen.catalog import TEMPLATES, Template, Variant, template_for, variant
 from pagegen.errors import RenderError, SpecError
@@ -144,7 +145,11 @@ def test_a_syntax_error_names_the_line(tmp_path: Path, monkeypatch: pytest.Monke
     environment.cache_clear()
 
 
-def test_a_spec_that_no_row_serves_gets_every_rows_reason() -> None:
+def test_a_spec_that_no_row_serves_gets_every_rows_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ignorant(row: Template) -> Template:
+        return dataclasses.replace(row, supports=catalog._supports("cpu" if row.language == "cpp" else "gpu", frozenset()))
+
+    monkeypatch.setattr(catalog, "TEMPLATES", tuple(ignorant(row) for row in TEMPLATES))
     mixed = SPEC.replace(kv_dtype=DType.FP16)
     with pytest.raises(SpecError, match=r"no attend template serves .* on cpu:avx2 \(cpp: .*no kv_dtype; leave it out; triton: .*GPUs\)"):
         variant(Op.ATTEND, mixed, parse_target("cpu:avx2"))

@@ -85,6 +85,19 @@ def cross_compiler(target: Target) -> str:
     raise BuildError(f"no cross compiler for {target.name}: looked for {name}; install it (Debian, Ubuntu: apt-get install {package})")
 
 
+def emulator(target: Target) -> tuple[str, ...]:
+    """What stands before a command built for `target`: nothing on its own machine, else QEMU with Debian's libraries.
+
+    Raises BuildError if there is no emulator.
+    """
+    if is_native(target):
+        return ()
+    name = f"qemu-{target.machine}"
+    if path := shutil.which(name) or shutil.which(f"{name}-static"):
+        return path, "-L", f"/usr/{target.machine}-linux-gnu"
+    raise BuildError(f"no emulator for {target.name}: looked for {name}; install it (Debian, Ubuntu: apt-get install qemu-user)")
+
+
 @functools.cache
 def compiler_version(path: str) -> str:
     """First line of `--version`: the name and version that a key holds, never the path."""

@@ -14,17 +14,20 @@ from ..catalog import Template
 from ..render import Source
 from ..spec import Op, Phase
 from ..target import Target, require_present
+from .case import Case
 from .compare import CheckReport, Failure, check_calls, check_kernels
-from .driver import TIMEOUT, run_library
+from .driver import TIMEOUT, Sanitizer, run_library, run_sanitized
 from .shrink import shrink
-from .suite import Case, full_suite, quick_suite, suite_named
+from .suite import full_suite, quick_suite, suite_named
 
 __all__ = [
     "Case",
     "CheckReport",
     "Failure",
+    "Sanitizer",
     "check_kernels",
     "check_library",
+    "check_sanitized",
     "check_variant",
     "full_suite",
     "quick_suite",
@@ -73,6 +76,12 @@ def check_library(
     if smallest:
         return shrink(report, lambda smaller: run_library(library, op, target, smaller, timeout))
     return report
+
+
+def check_sanitized(source: Source, sanitizer: Sanitizer, suite: str = "quick", seed: int = 0, timeout: float = 10 * TIMEOUT) -> CheckReport:
+    """Runs a suite on a C++ source built with a sanitizer, for a target that is present. Raises as `check_variant` does."""
+    require_present(source.variant.target)
+    return run_sanitized(source, sanitizer, suite_named(suite)(source.variant.spec, None, seed), timeout)
 
 
 def _only_phase(template: Template) -> Phase | None:

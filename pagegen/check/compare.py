@@ -1,36 +1,26 @@
-"""What a case must give, how far a kernel may be from it, and the verdict. Vendored into every kernel package.
+"""What a case must give, and the verdict: tolerances are tolerance.py's, and ops that move bits are held to the bit.
 
-**Tolerance of attend.** With u the unit roundoff of the output's dtype, u32 = 2**-24, A = sum_j p_j |v_j| (a row's mean of
-|V| under its own softmax), D the head dim, n the longest context and S = scale |q| max|k| >= |any score|:
-
-    |out - reference| <= u (2 |reference| + A) + 2 u32 ((sqrt(D) + 8) S + sqrt(n) + 8) A
-    |lse - reference| <= u32 ((sqrt(D) + 8) S + sqrt(n) + 8 + 2 |reference|)
-
-The first term is the rounding of the output on both sides, and of the probabilities to the output's dtype, which a kernel
-on matrix units does. The second is fp32 arithmetic: a dot product of D terms and a sum of n, whose errors grow with the
-square root of the length (Higham and Mary 2019, https://doi.org/10.1137/18M1226312), eight roundings for scale, maximum
-and exp, and the factor 2 for numerator and denominator. A score's absolute error is a probability's relative error.
-The other ops move bits: nothing is allowed.
+Vendored into every kernel package: relative imports, torch and the standard library only.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
 from ..errors import KernelError
-from ..kernel import TORCH_DTYPES, PagedKernels
+from ..kernel import PagedKernels
 from ..records import Status
-from ..reference import ReferenceKernels, token_view
-from ..spec import PAGED_OPS, KernelSpec, Op
-from .suite import Case, suite_named
-from .tensors import OUTPUTS, Tensors, flat, materialise
-
-U32 = 2.0**-24
+from ..reference import ReferenceKernels, dequantise, store_tokens, token_view
+from ..spec import PAGED_OPS, KVScale, Op
+from .case import Case
+from .pool import Tensors
+from .suite import suite_named
+from .tensors import arguments, flat, materialise, move, outputs_of, views_of
+from .tolerance import attend_tolerances, rotated_tolerance, store_tolerance
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,7 +51,7 @@ class CheckReport:
     @property
     def reason(self) -> str:
         """One line: the smallest failing case and its message; empty if all passed."""
-        return f"{self.failures[0].case.op.value}, {self.failures[0].case.name}: {self.failures[0].message}" if self.failures else ""
+        return f"{self.failures[0].case.op.value}, {self.failures[0].case.label}: {self.failures[0].message}" if self.failures else ""
 
     @classmethod
     def of(cls, cases: int, failures: Iterable[Failure], status: Status = Status.INCORRECT) -> CheckReport:
@@ -77,71 +67,125 @@ class CheckReport:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Expected:
-    """The outputs of a case, in the geometry `materialise` gave them, and a tolerance for each; None: the same bits."""
+    """A case's tensors after the reference, in the geometry of `materialise`, and bounds of those that are computed."""
 
-    outputs: Tensors
-    tolerances: Mapping[str, torch.Tensor | None]
+    tensors: Tensors
+    tolerances: Mapping[str, torch.Tensor]
 
 
-@functools.lru_cache(maxsize=128)
+@functools.lru_cache(maxsize=256)
 def expected(case: Case) -> Expected:
     """What the reference gives. Kept, because a tuner asks for the same cases with every config; not to be written to."""
+    before = materialise(case) if case.op is Op.WRITE_KV else {}
     tensors = materialise(case)
     invoke(getattr(ReferenceKernels(case.spec), case.op.value), case, tensors)
-    tolerances = _attend_tolerances(case, tensors) if case.op is Op.ATTEND else {}
-    outputs = {name: tensors[name] for name in OUTPUTS[case.op] if name in tensors}
-    return Expected(outputs, {name: tolerances.get(name) for name in outputs})
+    tolerances: dict[str, torch.Tensor] = {}
+    if case.op is Op.ATTEND:
+        tolerances = attend_tolerances(case, tensors)
+    elif case.op is Op.WRITE_KV and case.spec.rope is not None:
+        tolerances = {"k": rotated_tolerance(case.spec, before["k"], before.get("k_weight"), 1e-6)}
+        error = rotated_tolerance(case.spec, before["q"], before.get("q_weight"), 1e-6)
+        tolerances["q_out"] = store_tolerance(case.spec, case.spec.dtype, tensors["q_out"].double(), error, None)
+    return Expected(tensors, tolerances)
 
 
 def invoke(operation: Callable[..., None], case: Case, tensors: Tensors) -> None:
     """Calls an op with a case's tensors."""
-    scale = {"scale": case.scale} if case.op is Op.ATTEND else {}
-    operation(**tensors, **scale)
-
-
-def _attend_tolerances(case: Case, tensors: Tensors) -> dict[str, torch.Tensor | None]:
-    spec = case.spec
-    magnitude = torch.empty_like(tensors["out"])  # A of the formula above: attention over |V|
-    inputs = {name: tensor for name, tensor in tensors.items() if name != "lse"}
-    inputs |= {"out": magnitude.fill_(math.nan), "v_cache": tensors["v_cache"].abs()}
-    invoke(ReferenceKernels(spec.replace(lse=False)).attend, case, inputs)
-    scale = spec.softmax_scale if case.scale is None else case.scale
-    scores = tensors["q"].double().norm(dim=-1) * _largest_key(spec, tensors) * scale
-    terms = (math.sqrt(spec.head_dim) + 8) * scores + math.sqrt(max(case.context_lens, default=0)) + 8
-    unit = torch.finfo(TORCH_DTYPES[spec.dtype]).eps / 2
-    out = unit * (2 * tensors["out"].double().abs() + magnitude) + 2 * U32 * terms[..., None] * magnitude
-    lse = U32 * (terms + 2 * tensors["lse"].double().abs().nan_to_num(posinf=0.0)) if "lse" in tensors else None
-    return {"out": out, "lse": lse}
-
-
-def _largest_key(spec: KernelSpec, tensors: Tensors) -> float:
-    keys = token_view(spec.kv_layout.k_order, tensors["k_cache"])
-    largest = 0.0
-    for table, context in zip(tensors["block_table"], tensors["context_lens"].tolist(), strict=True):
-        position = torch.arange(context)
-        held = keys[table[position // spec.block_size].long(), position % spec.block_size]
-        largest = max(largest, float(held.double().norm(dim=-1).max()) if context else 0.0)
-    return largest
+    operation(**arguments(case, tensors))
 
 
 # --- comparing -------------------------------------------------------------------------------------------------------
 
 
-def compare(case: Case, outputs: Mapping[str, torch.Tensor]) -> str | None:
+def compare(case: Case, outputs: Mapping[str, torch.Tensor], want: Mapping[str, torch.Tensor] | None = None) -> str | None:
     """None if `outputs` (in the geometry of `materialise`, on the CPU) are right, else what is wrong in one line.
 
-    Order: what must not be written, NaN and infinity, then the tolerance.
+    Order: what must not be written, NaN and infinity, then the tolerance. `want` are another kernel's outputs instead of
+    the reference's.
     """
-    want = expected(case)
-    for name, reference in want.outputs.items():
-        tolerance = want.tolerances[name]
+    found = expected(case)
+    want = {**found.tensors, **(want or {})}
+    outputs = dict(outputs)
+    if "k" in found.tolerances:
+        message = _compare_rotated(case, outputs, want, found.tolerances["k"])
+        if message:
+            return message
+    for name in outputs_of(case):
+        if name not in outputs:
+            continue
+        tolerance = found.tolerances.get(name)
         if tolerance is None:
-            message = _compare_bits(name, outputs[name], reference)
+            message = _compare_bits(name, outputs[name], want[name])
         else:
-            message = _compare_gaps(name, outputs[name], reference) or _compare_values(name, outputs[name], reference, tolerance)
+            message = _compare_gaps(name, outputs[name], want[name]) or _compare_values(name, outputs[name], want[name], tolerance)
         if message:
             return message
     return None
+
+
+def compare_like(case: Case, like: Case, outputs: Mapping[str, torch.Tensor], whole: Mapping[str, torch.Tensor]) -> str | None:
+    """None if attend's rows have the bits of the same rows of the case it is like, else what is wrong."""
+    begin = sum(case.query_lens[: case.part.sequence]) + case.part.first if case.part else 0
+    for name, got in outputs.items():
+        want = whole[name][begin : begin + len(got)]
+        different = (_bits(got) != _bits(want)).nonzero()
+        if len(different):
+            first = tuple(different[0].tolist())
+            told = f"got {got[first].item():.9g}, but {want[first].item():.9g} in {like.label!r}"
+            return f"{name}{list(first)}: {told} ({len(different)} elements differ)"
+    return None
+
+
+class Verdicts:
+    """Judges cases one after the other, and keeps the outputs of those that later ones are like."""
+
+    def __init__(self, cases: Iterable[Case]) -> None:
+        self._wanted = {case.like for case in cases if case.like}
+        self._kept: dict[Case, dict[str, torch.Tensor]] = {}
+
+    def of(self, case: Case, outputs: Mapping[str, torch.Tensor]) -> str | None:
+        """None if right, else what is wrong in one line."""
+        if case in self._wanted:
+            self._kept.setdefault(case, dict(outputs))
+        message = compare(case, outputs)
+        if message is None and case.like is not None and case.like in self._kept:
+            message = compare_like(case, case.like, outputs, self._kept[case.like])
+        return message
+
+
+def _compare_rotated(case: Case, got: dict[str, torch.Tensor], want: Mapping[str, torch.Tensor], error: torch.Tensor) -> str | None:
+    """Rotated keys are compared by value; then they are taken as right, and the rest is left to the comparison of bits."""
+    spec, order, slots = case.spec, case.spec.kv_layout.k_order, want["slot_mapping"]
+    rows = (slots >= 0).nonzero()[:, 0]
+    at = slots[rows] // spec.block_size, slots[rows] % spec.block_size
+    (values, _), (right, scale) = (_keys(case, tensors, at) for tensors in ({**want, **got}, want))
+    bound = store_tolerance(spec, spec.cache_dtype, right, error[rows], scale)
+    off = ~((values - right).abs() <= bound)
+    if off.any():
+        first = tuple(off.nonzero()[0].tolist())
+        told = f"got {values[first].item():g}, expected {right[first].item():g} within {bound[first].item():.1e}"
+        return f"k of row {int(rows[first[0]])} {list(first[1:])} is off: {told} ({int(off.sum())} elements)"
+    for name in ("k_cache", "k_scale", "k_zero"):
+        if name in got:
+            got[name] = move(got[name], "cpu")
+            if name == "k_cache":
+                store_tokens(order, got[name], at, token_view(order, want[name])[at])
+            else:
+                got[name][at] = want[name][at]
+    return None
+
+
+def _keys(
+    case: Case, tensors: Mapping[str, torch.Tensor], at: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """float64 keys `[T, kv_heads, head_dim]` at (block, token in it), and the scales they were divided by."""
+    spec, scale, zero = case.spec, tensors.get("k_scale"), tensors.get("k_zero")
+    stored = token_view(spec.kv_layout.k_order, tensors["k_cache"])[at]
+    if scale is None:
+        return stored.double(), None
+    if spec.kv_scale is KVScale.TOKEN_HEAD:
+        scale = scale[at]
+    return dequantise(spec, stored, scale, None if zero is None else zero[at]), scale
 
 
 def _compare_bits(name: str, got: torch.Tensor, want: torch.Tensor) -> str | None:
@@ -185,7 +229,7 @@ def _compare_values(name: str, got: torch.Tensor, want: torch.Tensor, tolerance:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(torch.int32 if tensor.element_size() == 4 else torch.int16)
+    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
 
 
 # --- in process ------------------------------------------------------------------------------------------------------
@@ -208,7 +252,8 @@ def check_calls(
     calls: Mapping[Op, Callable[..., None]], cases: Iterable[Case], device: str | torch.device = "cpu"
 ) -> list[Failure]:
     """The failures of callables on cases; a KernelError is one."""
-    failures = []
+    cases = list(cases)
+    failures, verdicts = [], Verdicts(cases)
     for case in cases:
         tensors = materialise(case, device)
         try:
@@ -217,8 +262,8 @@ def check_calls(
             failures.append(Failure(case, f"refused: {error}"))
             continue
         changed = _changed_inputs(case, tensors)
-        outputs = {name: _on_cpu(tensors[name]) for name in OUTPUTS[case.op] if name in tensors}
-        message = f"{changed} was written" if changed else compare(case, outputs)
+        outputs = {name: _on_cpu(tensors[name]) for name in outputs_of(case) if name in tensors}
+        message = f"{changed} was written" if changed else verdicts.of(case, outputs)
         if message:
             failures.append(Failure(case, message))
     return failures
@@ -229,8 +274,9 @@ def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _changed_inputs(case: Case, tensors: Tensors) -> str | None:
-    before = materialise(case)
+    before, outputs = materialise(case), {*outputs_of(case)}
+    outputs |= {of for view, of in views_of(case).items() if view in outputs}
     for name, tensor in tensors.items():
-        if name not in OUTPUTS[case.op] and not torch.equal(flat(_on_cpu(tensor)).view(torch.uint8), flat(before[name]).view(torch.uint8)):
+        if name not in outputs and not torch.equal(flat(_on_cpu(tensor)).view(torch.uint8), flat(before[name]).view(torch.uint8)):
             return name
     return None

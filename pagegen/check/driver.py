@@ -1,44 +1,38 @@
-"""Runs C++ libraries on cases in a process of its own, through the generated driver of templates/cpp/driver.c.jinja.
+"""Runs C++ kernels on cases in a process of its own, through the generated driver of templates/cpp/driver.c.jinja.
 
 A crash, a hang or a write out of bounds is thereby an outcome with the case's name, and a guilty kernel cannot harm the
-process that judges it. This module writes the driver's files and reads them; the template says what they hold.
+process that judges it.
 """
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import functools
 import os
 import re
 import signal
-import struct
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from enum import StrEnum
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 
-from ..build.cpp import compile_program
+from ..build.cpp import compile_program, emulator, run_compiler
 from ..errors import CheckError
-from ..kernel import ABI_VERSION, AttendArgs, CopyBlocksArgs, WriteKVArgs, k_strides, v_strides
 from ..records import Status
-from ..render import environment
+from ..render import Source, environment
 from ..spec import Op
 from ..target import Target
-from .compare import CheckReport, Failure, compare
-from .suite import Case, Fault
-from .tensors import OUTPUTS, Tensors, flat, materialise
+from .case import Case, Fault
+from .compare import CheckReport, Failure, Verdicts
+from .files import PreparedCases, Run, prepare, read_runs
+from .pool import Tensors
+from .tensors import flat
 
-RUNS = 2  # of every case: on the workspace as it was left, and on a fresh one
 TIMEOUT = 60.0  # seconds for a whole suite; it takes well under one
-FAR_ELEMENTS = 1 << 32  # where the upper half of a far cache's blocks begins
-FAR_IDS = 1 << 13  # a far cache has so many blocks for each that is mapped: ids of 16 bits do not suffice
 WROTE_OUTSIDE, OUT_OF_RESOURCES = 1000, 71  # as in the driver
-
-ARGS: dict[Op, type[ctypes.Structure]] = {Op.ATTEND: AttendArgs, Op.WRITE_KV: WriteKVArgs, Op.COPY_BLOCKS: CopyBlocksArgs}
 
 
 @functools.cache
@@ -47,148 +41,107 @@ def driver_text(op: Op, *, linked: bool = False) -> str:
     return environment().get_template("cpp/driver.c.jinja").render(op=op.value, linked=linked)
 
 
-# --- cases to a file -------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Buffer:
-    """Memory that a field of the args struct points to; block i of a far cache begins `stride` elements after i - 1."""
-
-    field: str
-    tensor: torch.Tensor
-    writable: bool
-    stride: int | None = None
-
-    def segments(self) -> list[torch.Tensor]:
-        """What is mapped, each as one dimension."""
-        if self.stride is None:
-            return [flat(self.tensor)]
-        return [flat(block) for block in self.tensor]
-
-    def offsets(self) -> list[int]:
-        """Where each segment begins, in bytes."""
-        return [i * (self.stride or 0) * self.tensor.element_size() for i in range(len(self.segments()))]
-
-
-class PreparedCases:
-    """Cases as the driver's file, written once for all candidates of a spec; removed with this object."""
-
-    def __init__(self, cases: Sequence[Case]) -> None:
-        self.cases = tuple(cases)
-        self._folder = tempfile.TemporaryDirectory(prefix="pagegen-check-")
-        self.path = Path(self._folder.name) / "cases"
-        self.outputs: list[list[_Buffer]] = []
-        with self.path.open("wb") as file:
-            file.write(struct.pack("2Q", ABI_VERSION, len(self.cases)))
-            for case in self.cases:
-                self.outputs.append(_write_case(file, case))
-
-
-@functools.lru_cache(maxsize=4)
-def prepare(cases: tuple[Case, ...]) -> PreparedCases:
-    """`PreparedCases`, kept for the next candidate."""
-    return PreparedCases(cases)
-
-
-def _write_case(file: BinaryIO, case: Case) -> list[_Buffer]:
-    tensors, kind = materialise(case), ARGS[case.op]
-    fields = _fields(case, tensors)
-    strides: dict[str, int] = {}
-    if case.far:
-        strides = {name: _far_stride(tensors[name]) for name in ("k_cache", "v_cache")}
-        fields |= {f"{name[0]}_stride_block": stride // FAR_IDS for name, stride in strides.items()}
-        fields |= {"num_blocks": tensors["k_cache"].shape[0] * FAR_IDS}
-        _spread_ids(case, tensors)
-    size = ctypes.sizeof(kind) - 8 * (case.fault is Fault.ARGS_SIZE)
-    args = bytes(kind(size=size, num_threads=case.threads, **fields))
-    buffers = [_Buffer(name, tensor, name in OUTPUTS[case.op], strides.get(name)) for name, tensor in tensors.items()]
-    file.write(struct.pack("3Q", 1 + len(buffers), RUNS, case.fault is Fault.WORKSPACE))
-    file.write(struct.pack("6Q", 0, len(args), 0, 1, 0, len(args)))
-    for buffer in buffers:
-        sizes = [segment.nbytes for segment in buffer.segments()]
-        spans = list(zip(buffer.offsets(), sizes, strict=True))
-        field = getattr(kind, buffer.field).offset
-        file.write(struct.pack("4Q", field, sum(spans[-1]) if spans else 0, buffer.writable, len(spans)))
-        file.writelines(struct.pack("2Q", *span) for span in spans)
-    file.write(args)
-    for buffer in buffers:
-        file.writelines(segment.view(torch.uint8).numpy().data for segment in buffer.segments())
-    file.write(bytes(-file.tell() % 8))
-    return [buffer for buffer in buffers if buffer.writable]
-
-
-def _far_stride(cache: torch.Tensor) -> int:
-    """Elements from a mapped block to the next: whole pages, and the upper half of them lies past FAR_ELEMENTS."""
-    return -(-FAR_ELEMENTS // max(1, cache.shape[0] // 2) // 65536) * 65536
-
-
-def _spread_ids(case: Case, tensors: Tensors) -> None:
-    """Renames block i to i * FAR_IDS wherever it is meant; what names no block stays."""
-    num_blocks, size = tensors["k_cache"].shape[0], case.spec.block_size
-    match case.op:
-        case Op.ATTEND:
-            table = tensors["block_table"]
-            table[(table >= 0) & (table < num_blocks)] *= FAR_IDS
-        case Op.WRITE_KV:
-            slots = tensors["slot_mapping"]
-            slots += torch.where(slots >= 0, slots // size * (FAR_IDS - 1) * size, 0)
-        case Op.COPY_BLOCKS:
-            tensors["pairs"] *= FAR_IDS
-
-
-def _fields(case: Case, tensors: Tensors) -> dict[str, int | float]:
-    """The args struct's numbers: counts and strides; pointers are the driver's."""
-    layout = case.spec.kv_layout
-    k_cache, v_cache = tensors["k_cache"], tensors["v_cache"]
-    fields: dict[str, int | float] = {"num_blocks": k_cache.shape[0]}
-    for letter, strides in (("k", k_strides(layout, k_cache)), ("v", v_strides(layout, v_cache))):
-        names = (f"{letter}_stride_{what}" for what in ("block", "token", "head", "dim"))
-        fields |= dict(zip(names, strides, strict=True))
-    match case.op:
-        case Op.ATTEND:
-            table = tensors["block_table"]
-            fields |= {"num_tokens": tensors["q"].shape[0], "num_seqs": table.shape[0], "table_width": table.shape[1]}
-            fields |= {"block_table_stride": table.stride(0)}
-            fields |= {"scale": case.spec.softmax_scale if case.scale is None else case.scale}
-            rows = {"q": "q", "out": "out", "lse": "lse"}
-        case Op.WRITE_KV:
-            fields |= {"num_tokens": tensors["k"].shape[0]}
-            rows = {"k": "src_k", "v": "src_v"}
-        case Op.COPY_BLOCKS:
-            fields |= {"num_pairs": tensors["pairs"].shape[0]}
-            rows = {}
-    for name, prefix in rows.items():
-        if name in tensors:
-            fields |= {f"{prefix}_stride_token": tensors[name].stride(0), f"{prefix}_stride_head": tensors[name].stride(1)}
-    return fields
-
-
-# --- running ---------------------------------------------------------------------------------------------------------
-
-
 def run_library(
     library: Path, op: Op, target: Target, cases: Sequence[Case], timeout: float
 ) -> CheckReport:
     """See `pagegen.check.check_library`."""
     prepared = prepare(tuple(case for case in cases if case.op is op))
+    ending = _execute(_Program(compile_program(driver_text(op), target), target, library), prepared, timeout)
+    return _report(prepared, ending)
+
+
+def library_outputs(
+    library: Path, op: Op, target: Target, cases: Sequence[Case], timeout: float = TIMEOUT
+) -> list[Tensors] | CheckReport:
+    """What a library writes in the first run of each case, in the geometry of `materialise`; or how it ended instead."""
+    prepared = prepare(tuple(cases))
+    ending = _execute(_Program(compile_program(driver_text(op), target), target, library), prepared, timeout)
+    if ending.results is None:
+        return _report(prepared, ending)
+    return [runs[0].outputs for _, runs in read_runs(prepared, ending.results)]
+
+
+class Sanitizer(StrEnum):
+    """What a kernel can be built with to find what no comparison sees."""
+
+    ADDRESS = "address"
+    UNDEFINED = "undefined"
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """The compiler's arguments; every finding ends the process."""
+        more = ",float-cast-overflow" if self is Sanitizer.UNDEFINED else ""
+        return "-g", "-O1", f"-fsanitize={self.value}{more}", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"
+
+
+def run_sanitized(source: Source, sanitizer: Sanitizer, cases: Sequence[Case], timeout: float) -> CheckReport:
+    """Runs those of `cases` that are of the source's op on a kernel built with a sanitizer and linked with its driver.
+
+    What the sanitizer finds is a RUN_ERROR with its words. Raises BuildError if the compiler has no such sanitizer.
+    """
+    op, target = source.variant.template.op, source.variant.target
+    prepared = prepare(tuple(case for case in cases if case.op is op))
+    with tempfile.TemporaryDirectory(prefix="pagegen-check-") as name:
+        folder = Path(name)
+        (folder / "driver.c").write_text(driver_text(op, linked=True))
+        (folder / "kernel.cpp").write_text(source.text)
+        run_compiler(["-xc", "-std=gnu11", *sanitizer.flags, "-c", "driver.c", "-o", "driver.o"], folder, target)
+        built = ["-std=c++17", "-fopenmp", "-Wall", "-Wextra", *sanitizer.flags, *target.flags]
+        run_compiler([*built, "kernel.cpp", "driver.o", "-o", "driver"], folder, target)
+        return _report(prepared, _execute(_Program(folder / "driver", target), prepared, timeout))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Program:
+    """A driver, for the target it was built for; without a library the kernel is linked into it."""
+
+    path: Path
+    target: Target
+    library: Path | None = None
+
+    @property
+    def command(self) -> list[str]:
+        return [*emulator(self.target), str(self.path), *([str(self.library)] if self.library else [])]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Ending:
+    """How the driver ended: with the results of all cases, or with a status, where, and why."""
+
+    results: bytes | None
+    status: Status = Status.PASSED
+    reached: Case | None = None
+    message: str = ""
+
+
+def _execute(program: _Program, prepared: PreparedCases, timeout: float) -> _Ending:
     with tempfile.TemporaryDirectory(prefix="pagegen-check-") as folder:
         results = Path(folder) / "results"
-        command = [str(compile_program(driver_text(op), target)), str(library), str(prepared.path), str(results)]
+        command = [*program.command, str(prepared.path), str(results)]
         try:
             done = subprocess.run(command, env=_environment(), capture_output=True, timeout=timeout, check=False, cwd=folder)
         except subprocess.TimeoutExpired as error:
-            failure = Failure(_reached(prepared, error.stdout), f"no answer within {timeout:g} s for the suite")
-            return CheckReport.of(len(prepared.cases), [failure], Status.TIMEOUT)
-        said = " ".join(done.stderr.decode(errors="replace").split())[-200:]
+            message = f"no answer within {timeout:g} s for the suite"
+            return _Ending(None, Status.TIMEOUT, _reached(prepared, error.stdout), message)
+        lines = done.stderr.decode(errors="replace").splitlines()
+        found = next((line for line in lines if "SUMMARY" in line), None)  # a sanitizer's one line among hundreds
+        said = " ".join((found or " ".join(lines)).split())[-200:]
         if done.returncode == OUT_OF_RESOURCES:
             raise CheckError(f"the check driver lacks memory or disk ({said}); free some, or point TMPDIR to a larger disk")
         if done.returncode == 0 and done.stdout.endswith(b"done\n"):
-            return CheckReport.of(len(prepared.cases), _judge(prepared, results.read_bytes()))
-        message = _ending(done.returncode) + (f" after saying: {said}" if said else "")
-        return CheckReport.of(len(prepared.cases), [Failure(_reached(prepared, done.stdout), message)], Status.RUN_ERROR)
+            return _Ending(results.read_bytes())
+        message = _told(done.returncode) + (f" after saying: {said}" if said else "")
+        return _Ending(None, Status.RUN_ERROR, _reached(prepared, done.stdout), message)
 
 
-def _ending(code: int) -> str:
+def _report(prepared: PreparedCases, ending: _Ending) -> CheckReport:
+    if ending.results is not None:
+        return CheckReport.of(len(prepared.cases), _judge(prepared, ending.results))
+    failures = [Failure(ending.reached, ending.message)] if ending.reached else []
+    return CheckReport.of(len(prepared.cases), failures, ending.status)
+
+
+def _told(code: int) -> str:
     if code < 0:
         known = -code in set(signal.Signals)
         return f"killed by {signal.Signals(-code).name if known else f'signal {-code}'}"
@@ -198,6 +151,7 @@ def _ending(code: int) -> str:
 def _environment() -> dict[str, str]:
     """This process's, with OpenMP's own variables replaced: a user's settings must not decide a verdict."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_", "KMP_"))}
+    kept |= {"ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=0"}  # OpenMP's pool is no leak
     return kept | {"OMP_NUM_THREADS": "1", "OMP_DYNAMIC": "false", "OMP_WAIT_POLICY": "passive", "LC_ALL": "C"}
 
 
@@ -207,41 +161,23 @@ def _reached(prepared: PreparedCases, stdout: bytes | None) -> Case:
 
 
 def _judge(prepared: PreparedCases, results: bytes) -> Iterator[Failure]:
-    at = 0
-    for case, buffers in zip(prepared.cases, prepared.outputs, strict=True):
-        messages = []
-        for _ in range(RUNS):
-            status, workspace_bytes = struct.unpack_from("2q", results, at)
-            at += 16
-            outputs: Tensors = {}
-            for buffer in buffers if status == 0 else ():
-                outputs[buffer.field] = _read(buffer, results, at)
-                at += sum(segment.nbytes for segment in buffer.segments())
-            messages.append(_verdict(case, status, workspace_bytes, outputs))
+    verdicts = Verdicts(prepared.cases)
+    for case, runs in read_runs(prepared, results):
+        messages = [_verdict(case, run, verdicts) for run in runs]
+        if not any(messages) and any(not torch.equal(*(flat(run.outputs[name]).view(torch.uint8) for run in runs)) for name in runs[0].outputs):
+            messages[1] = "gives other bits than the run before"
         wrong = next((index for index, message in enumerate(messages) if message), None)
         if wrong is not None:
             where = ("a used", "a fresh")[wrong % 2] + " workspace" if case.op is Op.ATTEND else f"run {wrong}"
             yield Failure(case, f"{messages[wrong]}" + ("" if all(messages) else f" (with {where} only)"))
 
 
-def _read(buffer: _Buffer, results: bytes, at: int) -> torch.Tensor:
-    """An output in the geometry of `materialise`."""
-    room = flat(buffer.tensor).clone()
-    made = room.as_strided(buffer.tensor.shape, buffer.tensor.stride())
-    targets = [room] if buffer.stride is None else [flat(block) for block in made]
-    for target in targets:
-        if target.nbytes:
-            target.copy_(torch.frombuffer(bytearray(results[at : at + target.nbytes]), dtype=target.dtype))
-        at += target.nbytes
-    return made
-
-
-def _verdict(case: Case, status: int, workspace_bytes: int, outputs: Mapping[str, torch.Tensor]) -> str | None:
-    if status == WROTE_OUTSIDE:
+def _verdict(case: Case, run: Run, verdicts: Verdicts) -> str | None:
+    if run.status == WROTE_OUTSIDE:
         return "wrote outside its tensors or its workspace"
     wanted = case.fault.status if case.fault else 0
-    if case.fault is Fault.WORKSPACE and workspace_bytes == 0:
+    if case.fault is Fault.WORKSPACE and run.workspace_bytes == 0:
         wanted = 0  # a kernel without workspace cannot be given too little
-    if status != wanted:
-        return f"answered status {status}, expected {wanted} (see templates/cpp/abi.h)"
-    return None if case.fault else compare(case, outputs)
+    if run.status != wanted:
+        return f"answered status {run.status}, expected {wanted} (see templates/cpp/abi.h)"
+    return None if case.fault else verdicts.of(case, run.outputs)

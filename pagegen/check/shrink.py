@@ -5,21 +5,23 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
+from .case import Case
 from .compare import CheckReport, Failure
-from .suite import Case
 
 ATTEMPTS = 40  # runs of the kernel: a crash costs one each
 
 
 def shrink(report: CheckReport, run: Callable[[Sequence[Case]], CheckReport]) -> CheckReport:
     """The report with its first failure replaced by the smallest one found; `run` judges cases as the report was made."""
-    if not report.failures or report.failures[0].case.fault is not None:
+    if not report.failures or report.failures[0].case.fault is not None or report.failures[0].case.like is not None:
         return report
     best, attempts = report.failures[0], 0
     again = True
     while again:
         again = False
         for case in _smaller(best.case):
+            if case.shared_prefix_len > min(case.context_lens, default=0):
+                continue  # refused, and rightly
             if attempts == ATTEMPTS:
                 break
             attempts += 1
@@ -35,17 +37,12 @@ def _smaller(case: Case) -> Iterator[Case]:
     pairs = list(zip(case.query_lens or [0] * len(case.context_lens), case.context_lens, strict=True))
     if len(pairs) > 1:
         for half in (pairs[: len(pairs) // 2], pairs[len(pairs) // 2 :]):
-            yield _of(case, half)
-    simple = case.replace(padding=0, strided=False, far=False, gain=1.0, scale=None)
+            yield case.of_sequences(*zip(*half, strict=True))
+    simple = case.replace(padding=0, strided=False, far=False, gain=1.0, scale=None, in_place=False, shared_blocks=0)
     if simple != case:
         yield simple
     for index, (query, context) in enumerate(pairs):
         cuts = [(query, context // 2), (query // 2, context), (query, context - 1), (query - 1, context)]
         for cut in dict.fromkeys(cuts):
             if cut != (query, context) and min(cut) >= 0 and cut[0] >= min(query, 1):
-                yield _of(case, [*pairs[:index], cut, *pairs[index + 1 :]])
-
-
-def _of(case: Case, pairs: Sequence[tuple[int, int]]) -> Case:
-    queries = tuple(query for query, _ in pairs) if case.query_lens else ()
-    return case.replace(query_lens=queries, context_lens=tuple(context for _, context in pairs))
+                yield case.of_sequences(*zip(*pairs[:index], cut, *pairs[index + 1 :], strict=True))

@@ -1,15 +1,19 @@
-"""Every word of the SIMD vocabulary means the same on every ISA that runs here, and what torch means."""
+"""Every word of the SIMD vocabulary means the same on every ISA that runs here, in an emulator if need be: what torch means."""
 
 import ctypes
+import functools
+import struct
+import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
-from pagegen.build.cpp import compile_library
+from pagegen.build.cpp import compile_library, compile_program, emulator
+from pagegen.errors import BuildError
 from pagegen.render import environment
 from pagegen.spec import parse_slug
-from pagegen.target import TARGETS, Target, is_present
+from pagegen.target import TARGETS, Target, is_native, is_present
 
 WORDS = Path(__file__).with_name("simd_words.cpp.jinja").read_text()
 CPUS = [target for target in TARGETS if target.kind == "cpu"]
@@ -18,20 +22,88 @@ BYTES = {"int8_t": torch.int8, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torc
 DTYPES = {"float": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+CALLER = """
+#include <dlfcn.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+/* argv: LIBRARY FUNCTION. stdin: for each of 4 arguments its size and bytes, or -1 and a number; stdout: the bytes after. */
+int main(int argc, char** argv) {
+  void* library = argc == 3 ? dlopen(argv[1], RTLD_NOW) : 0;
+  int64_t (*function)(int64_t, int64_t, int64_t, int64_t) = 0;
+  *(void**)&function = library ? dlsym(library, argv[2]) : 0;
+  if (!function) return 1;
+  int64_t size[4], value[4] = {0};
+  for (int i = 0; i < 4; i++) {
+    if (!fread(&size[i], 8, 1, stdin)) return 2;
+    if (size[i] < 0) {
+      if (!fread(&value[i], 8, 1, stdin)) return 2;
+    } else {
+      value[i] = (int64_t)malloc((size_t)size[i] + 1);
+      if (!value[i] || fread((void*)value[i], 1, (size_t)size[i], stdin) != (size_t)size[i]) return 2;
+    }
+  }
+  int32_t answer = (int32_t)function(value[0], value[1], value[2], value[3]);
+  for (int i = 0; i < 4; i++)
+    if (size[i] > 0) fwrite((void*)value[i], 1, (size_t)size[i], stdout);
+  fwrite(&answer, 4, 1, stdout);
+  return 0;
+}
+"""
+
+
+class Words:
+    """The vocabulary on one ISA: here, or in an emulator that is started for each call."""
+
+    def __init__(self, target: Target) -> None:
+        text = environment().from_string(WORDS).render(target=target, spec=QUANTISED)
+        self.library = compile_library(text, target)
+        emulated = not is_native(target)
+        self.command = (*emulator(target), str(compile_program(CALLER, target)), str(self.library)) if emulated else ()
+
+    @functools.cached_property
+    def lanes(self) -> int:
+        """W."""
+        return self.call("lanes")
+
+    def call(self, name: str, *arguments: torch.Tensor | int) -> int:
+        """Calls a word; it writes to the tensors it gets. Returns what the word returns, if anything."""
+        if self.command:
+            return self._call_emulated(name, *arguments)
+        converted = [
+            ctypes.c_void_p(a.data_ptr()) if isinstance(a, torch.Tensor) else ctypes.c_size_t(a) for a in arguments
+        ]
+        return int(getattr(ctypes.CDLL(str(self.library)), name)(*converted))
+
+    def _call_emulated(self, name: str, *arguments: torch.Tensor | int) -> int:
+        sent = b""
+        for argument in (*arguments, *[0] * (4 - len(arguments))):
+            if isinstance(argument, int):
+                sent += struct.pack("2q", -1, argument)
+            else:
+                data = argument.view(torch.uint8).numpy().tobytes()
+                sent += struct.pack("q", len(data)) + data
+        got = subprocess.run([*self.command, name], input=sent, capture_output=True, check=True, timeout=60).stdout
+        at = 0
+        for tensor in (argument for argument in arguments if isinstance(argument, torch.Tensor)):
+            as_bytes = tensor.view(torch.uint8)
+            end = at + as_bytes.numel()
+            as_bytes.copy_(torch.frombuffer(bytearray(got[at:end]), dtype=torch.uint8).view(as_bytes.shape))
+            at = end
+        return int(struct.unpack("i", got[at:])[0])
+
+
 @pytest.fixture(scope="module", params=CPUS, ids=lambda target: target.arch)
-def words(request: pytest.FixtureRequest) -> ctypes.CDLL:
+def words(request: pytest.FixtureRequest) -> Words:
     target: Target = request.param
-    if not is_present(target):
+    if is_native(target) and not is_present(target):
         pytest.skip(f"this CPU does not run {target.name}")
-    text = environment().from_string(WORDS).render(target=target, spec=QUANTISED)
-    return ctypes.CDLL(str(compile_library(text, target)))
-
-
-def call(function: object, *arguments: torch.Tensor | int) -> None:
-    converted = [
-        ctypes.c_void_p(a.data_ptr()) if isinstance(a, torch.Tensor) else ctypes.c_size_t(a) for a in arguments
-    ]
-    function(*converted)  # type: ignore[operator]
+    try:
+        return Words(target)
+    except BuildError as error:
+        if is_native(target):
+            raise
+        pytest.skip(str(error))
 
 
 def every_pattern(dtype: torch.dtype) -> torch.Tensor:
@@ -55,111 +127,113 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
 @pytest.mark.parametrize("prefix", ["", "scalar_"])
-def test_every_16_bit_value_widens_exactly(words: ctypes.CDLL, name: str, prefix: str) -> None:
+def test_every_16_bit_value_widens_exactly(words: Words, name: str, prefix: str) -> None:
     values = every_pattern(DTYPES[name])
     out = torch.empty(len(values))
-    call(getattr(words, f"{prefix}widen_{name}"), values, out, len(values))
+    words.call(f"{prefix}widen_{name}", values, out, len(values))
     assert same(out, values.float())
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
 @pytest.mark.parametrize("prefix", ["", "scalar_"])
-def test_narrowing_rounds_to_nearest_even_like_torch(words: ctypes.CDLL, name: str, prefix: str) -> None:
+def test_narrowing_rounds_to_nearest_even_like_torch(words: Words, name: str, prefix: str) -> None:
     values = hard_floats(DTYPES[name])
     out = torch.empty(len(values), dtype=DTYPES[name])
-    call(getattr(words, f"{prefix}narrow_{name}"), values, out, len(values))
+    words.call(f"{prefix}narrow_{name}", values, out, len(values))
     assert same(out.float(), values.to(DTYPES[name]).float())
 
 
 @pytest.mark.parametrize("name", list(BYTES))
 @pytest.mark.parametrize("prefix", ["", "scalar_"])
-def test_every_8_bit_value_widens_exactly(words: ctypes.CDLL, name: str, prefix: str) -> None:
+def test_every_8_bit_value_widens_exactly(words: Words, name: str, prefix: str) -> None:
     values = torch.arange(-128, 128, dtype=torch.int8).view(BYTES[name])
     out = torch.empty(256)
-    call(getattr(words, f"{prefix}widen_{name}"), values, out, 256)
+    words.call(f"{prefix}widen_{name}", values, out, 256)
     assert same(out, values.float())
-    for n in range(1, words.lanes()):
-        some = torch.full((words.lanes(),), 7.0)
-        call(getattr(words, f"widen_some_{name}"), values[40:], some, n)
-        assert same(some, torch.nn.functional.pad(values[40 : 40 + n].float(), (0, words.lanes() - n)))
+    for n in range(1, words.lanes):
+        some = torch.full((words.lanes,), 7.0)
+        words.call(f"widen_some_{name}", values[40:], some, n)
+        assert same(some, torch.nn.functional.pad(values[40 : 40 + n].float(), (0, words.lanes - n)))
 
 
 @pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2"])
-def test_narrowing_to_8_bits_rounds_like_torch_and_saturates(words: ctypes.CDLL, name: str) -> None:
+def test_narrowing_to_8_bits_rounds_like_torch_and_saturates(words: Words, name: str) -> None:
     values = torch.arange(-128, 128, dtype=torch.int8).view(BYTES[name]).float()
     values = values[values.isfinite()].sort().values
     ties = (values[1:] + values[:-1]) / 2
     beside = torch.cat([torch.nextafter(ties, torch.tensor(v)) for v in (torch.inf, -torch.inf)])
-    values = torch.cat([values, ties, beside, torch.tensor([1e-30, -1e-30, 3.4e38, torch.inf, -torch.inf, torch.nan, 463.9, 470.0])])
+    values = torch.cat(
+        [values, ties, beside, torch.tensor([1e-30, -1e-30, 3.4e38, torch.inf, -torch.inf, torch.nan, 463.9, 470.0])]
+    )
     out = torch.empty(len(values), dtype=BYTES[name])
-    call(getattr(words, f"scalar_narrow_{name}"), values, out, len(values))
+    words.call(f"scalar_narrow_{name}", values, out, len(values))
     most = torch.finfo(BYTES[name]).max
     assert same(out.float(), values.clamp(-most, most).to(BYTES[name]).float())
 
 
-def test_nibbles_split_into_low_and_high(words: ctypes.CDLL) -> None:
-    width = words.lanes()
+def test_nibbles_split_into_low_and_high(words: Words) -> None:
+    width = words.lanes
     source = torch.arange(3, 256, 11, dtype=torch.uint8)[:width]
     for n in range(1, width + 1):
         low, high = torch.full((width,), 7.0), torch.full((width,), 7.0)
-        call(words.nibbles, source, low, high, n)
+        words.call("nibbles", source, low, high, n)
         assert low.tolist() == [*(source[:n] & 15).tolist(), *[0] * (width - n)]
         assert high.tolist() == [*(source[:n] >> 4).tolist(), *[0] * (width - n)]
 
 
 @pytest.mark.parametrize("name", list(DTYPES))
-def test_partial_loads_and_stores_keep_to_their_elements(words: ctypes.CDLL, name: str) -> None:
-    width = words.lanes()
+def test_partial_loads_and_stores_keep_to_their_elements(words: Words, name: str) -> None:
+    width = words.lanes
     source = torch.arange(1, width + 1).to(DTYPES[name])
     for n in range(1, width):
         out = torch.full((width,), 7.0)
-        call(getattr(words, f"widen_some_{name}"), source, out, n)
+        words.call(f"widen_some_{name}", source, out, n)
         assert out.tolist() == [*range(1, n + 1), *[0] * (width - n)]
         target = torch.full((width,), 7.0).to(DTYPES[name])
-        call(getattr(words, f"narrow_some_{name}"), source.float(), target, n)
+        words.call(f"narrow_some_{name}", source.float(), target, n)
         assert target.tolist() == [*range(1, n + 1), *[7] * (width - n)]
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
-def test_pairs_split_into_even_and_odd(words: ctypes.CDLL, name: str) -> None:
-    width = words.lanes()
+def test_pairs_split_into_even_and_odd(words: Words, name: str) -> None:
+    width = words.lanes
     source = torch.arange(2 * width).to(DTYPES[name])
     for n in range(1, width + 1):
         even, odd = torch.full((width,), 7.0), torch.full((width,), 7.0)
-        call(getattr(words, f"pairs_{name}"), source, even, odd, n)
+        words.call(f"pairs_{name}", source, even, odd, n)
         assert even.tolist() == [*range(0, 2 * n, 2), *[0] * (width - n)]
         assert odd.tolist() == [*range(1, 2 * n, 2), *[0] * (width - n)]
 
 
-def test_exp2_is_accurate_and_total_on_what_a_softmax_gives_it(words: ctypes.CDLL) -> None:
+def test_exp2_is_accurate_and_total_on_what_a_softmax_gives_it(words: Words) -> None:
     x = torch.cat([torch.linspace(-125.9, 0, 1 << 16), torch.zeros(16)])
     out = torch.empty_like(x)
-    call(words.exp2_words, x, out, len(x))
+    words.call("exp2_words", x, out, len(x))
     exact = torch.exp2(x.double())
     assert ((out.double() - exact).abs() / exact).max() < 2e-7
     edges = torch.tensor([0.0, -0.0, float("-inf"), -1e30, -150.0, float("nan")] + [0.0] * 10)
-    call(words.exp2_words, edges, out, len(edges))
+    words.call("exp2_words", edges, out, len(edges))
     assert out[:5].tolist() == [1.0, 1.0, 0.0, 0.0, 0.0]
     assert out[5].isnan(), "a NaN score must not turn into a weight of 0"
 
 
-def test_reductions_joins_and_transposition(words: ctypes.CDLL) -> None:
-    width = words.lanes()
+def test_reductions_joins_and_transposition(words: Words) -> None:
+    width = words.lanes
     rows = torch.randint(-100, 100, (width, width), generator=torch.Generator().manual_seed(0)).float()
     out = torch.empty(3, width)
-    call(words.reduce_words, rows, out)
+    words.call("reduce_words", rows, out)
     assert torch.equal(out[0], rows.sum(1)) and torch.equal(out[1], rows.amax(1)) and torch.equal(out[2], rows.sum(1))
     turned = torch.empty_like(rows)
-    call(words.transpose_words, rows, turned)
+    words.call("transpose_words", rows, turned)
     assert torch.equal(turned, rows.T)
 
 
-def test_arithmetic_and_keep(words: ctypes.CDLL) -> None:
-    width = words.lanes()
+def test_arithmetic_and_keep(words: Words) -> None:
+    width = words.lanes
     a, b, out = torch.arange(width) - 3.0, torch.arange(width).flip(0) * 1.5, torch.empty(5, width)
-    call(words.arithmetic, a, b, out)
+    words.call("arithmetic", a, b, out)
     assert torch.equal(out, torch.stack([a + b, a * b, torch.maximum(a, b), a * b + 0.5, torch.zeros(width)]))
     for n in range(width + 1):
         kept = torch.empty(width)
-        call(words.keep_words, a, kept, n)
+        words.call("keep_words", a, kept, n)
         assert kept.tolist() == [*a[:n].tolist(), *[-1.0] * (width - n)]

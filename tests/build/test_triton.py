@@ -15,8 +15,9 @@ import torch
 from pagegen.build import triton as backend
 from pagegen.build.triton import Interpreter, compile_for
 from pagegen.catalog import template_for, variant
+from pagegen.check.case import Case, Poison
 from pagegen.check.compare import check_calls
-from pagegen.check.suite import Case, Poison, quick_suite
+from pagegen.check.suite import quick_suite
 from pagegen.errors import BuildError, CheckError, KernelError
 from pagegen.kernel import allocate_cache
 from pagegen.render import Source, render

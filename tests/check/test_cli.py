@@ -12,7 +12,6 @@ from pagegen.records import DispatchTable
 from pagegen.render import Source, render
 from pagegen.spec import PAGED_OPS, Op, parse_slug
 from tests.check.conftest import SCALAR
-from tests.check.test_mutants import COPY_BLOCKS
 from tests.cli.helpers import run
 
 SLUG = "fp32-d8-h2x1-b3-NHD"
@@ -57,7 +56,7 @@ def test_a_package_is_checked_kernel_by_kernel_and_as_a_whole(tmp_path: Path) ->
 
 
 def test_a_wrong_package_is_a_no_with_the_smallest_failing_input(tmp_path: Path) -> None:
-    package = make_package(tmp_path, COPY_BLOCKS["V not copied"])
+    package = make_package(tmp_path, ("    v_cache.copy(", "    if (false) v_cache.copy("))
     result = run("check", str(package), "--json")
     assert result.status == 1
     failure = result.document["failures"][0]

@@ -12,7 +12,8 @@ from pagegen.build.cpp import run_compiler
 from pagegen.catalog import variant
 from pagegen.check import Case, CheckReport, check_library, check_variant, quick_suite
 from pagegen.check import driver as driver_module
-from pagegen.check.driver import PreparedCases, driver_text
+from pagegen.check.driver import driver_text
+from pagegen.check.files import PreparedCases
 from pagegen.errors import BuildError, CheckError, ConfigError
 from pagegen.records import Status
 from pagegen.render import Source, render
@@ -77,7 +78,7 @@ def test_an_ending_is_a_run_error_that_says_how_and_where(misdeed: str, told: st
 def test_a_hang_is_a_timeout_that_names_the_case(build_text: Builder) -> None:
     report = check(build_text, "while (a->num_pairs == 0) usleep(1000);", timeout=1.0)
     assert report.status is Status.TIMEOUT
-    assert report.failures[0].case.name == "no pair"
+    assert report.failures[0].case.name == "no block"
 
 
 @pytest.mark.parametrize(
@@ -190,4 +191,4 @@ def test_tensors_survive_the_way_through_the_files(build_text: Builder) -> None:
     cases = [case for case in quick_suite(SPEC) if case.op is Op.COPY_BLOCKS and case.fault is None]
     library = build_text(with_abi("PG_EXPORT int32_t pagegen_copy_blocks(const pg_copy_blocks_args*) { return PG_OK; }"))
     report = check_library(library, Op.COPY_BLOCKS, SCALAR, cases)
-    assert {failure.case.name for failure in report.failures} == {case.name for case in cases} - {"no pair"}
+    assert {failure.case.name for failure in report.failures} == {case.name for case in cases} - {"no block"}

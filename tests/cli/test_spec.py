@@ -115,7 +115,7 @@ def test_render_prints_source_and_the_config_used() -> None:
         (("--set", "warp_speed=9"), "warp_speed"),
         (("--target", "tpu:v5"), "tpu:v5"),
         (("--layout", "DHN"), "DHN"),
-        (("--dtype", "fp32", "--kv-dtype", "bf16"), "kv_dtype"),
+        (("--kv-scale", "head"), "kv_dtype"),
     ],
 )
 def test_render_refuses_in_one_line(words: tuple[str, ...], said: str) -> None:

@@ -276,9 +276,17 @@ SIMD_INLINE V widen_bf16(__m256i v) { return _mm512_castsi512_ps(_mm512_slli_epi
 SIMD_INLINE V load(const float* p) { return _mm512_loadu_ps(p); }
 SIMD_INLINE V load(const bf16* p) { return widen_bf16(_mm256_loadu_si256((const __m256i*)p)); }
 SIMD_INLINE V load(const fp16* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
-SIMD_INLINE V load_n(const float* p, int n) { return _mm512_maskz_loadu_ps(first(n), p); }
-SIMD_INLINE V load_n(const bf16* p, int n) { return widen_bf16(_mm256_maskz_loadu_epi16(first(n), p)); }
-SIMD_INLINE V load_n(const fp16* p, int n) { return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first(n), p)); }
+
+// To GCC a masked load is a whole one that is blended: if nobody reads the other lanes it may load them. Here somebody does.
+template <class R>
+SIMD_INLINE R masked(R loaded) {
+  asm("" : "+v"(loaded));
+  return loaded;
+}
+SIMD_INLINE __m256i halves(const void* p, int n) { return masked(_mm256_maskz_loadu_epi16(first(n), p)); }
+SIMD_INLINE V load_n(const float* p, int n) { return masked(_mm512_maskz_loadu_ps(first(n), p)); }
+SIMD_INLINE V load_n(const bf16* p, int n) { return widen_bf16(halves(p, n)); }
+SIMD_INLINE V load_n(const fp16* p, int n) { return _mm512_cvtph_ps(halves(p, n)); }
 
 SIMD_INLINE __m256i round_bf16(V v) {
   const __m512i bits = _mm512_castps_si512(v);
@@ -297,7 +305,7 @@ SIMD_INLINE void store_n(bf16* p, V v, int n) { _mm256_mask_storeu_epi16(p, firs
 SIMD_INLINE void store_n(fp16* p, V v, int n) { _mm256_mask_storeu_epi16(p, first(n), round_fp16(v)); }
 
 SIMD_INLINE __m512i load_words(const void* p, int n) {
-  return n == W ? _mm512_loadu_si512(p) : _mm512_maskz_loadu_epi32(first(n), p);
+  return n == W ? _mm512_loadu_si512(p) : masked(_mm512_maskz_loadu_epi32(first(n), p));
 }
 SIMD_INLINE void load_pairs(const bf16* p, int n, V& even, V& odd) {
   const __m512i both = load_words(p, n);
@@ -311,7 +319,7 @@ SIMD_INLINE void load_pairs(const fp16* p, int n, V& even, V& odd) {
 }
 
 SIMD_INLINE __m128i bytes(const void* p, int n) {
-  return n == W ? _mm_loadu_si128((const __m128i*)p) : _mm_maskz_loadu_epi8(first(n), p);
+  return n == W ? _mm_loadu_si128((const __m128i*)p) : masked(_mm_maskz_loadu_epi8(first(n), p));
 }
 SIMD_INLINE V load_n(const int8_t* p, int n) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes(p, n))); }
 SIMD_INLINE V load_n(const fp8_e5m2* p, int n) {

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from .errors import SpecError
 from .space import Config, ConfigSpace, Constraint, Knob, Value, power_of_two
-from .spec import MAX_LATENT_GROUP, DType, KernelSpec, KVLayout, Op, Order, Phase
+from .spec import MAX_HEAD_DIM, MAX_LATENT_GROUP, DType, KernelSpec, KVLayout, Op, Order, Phase
 from .target import Target
 
 ALL_PHASES = frozenset(Phase)
@@ -57,9 +57,10 @@ _CACHE = frozenset(("kv_dtype", "kv_zero", "v_in_k", *(f"kv_dtype={dtype}" for d
 _CPP_ATTEND = _ATTEND_ONLY | _WRITE_ONLY | _CACHE
 _CPP_WRITE_KV = _ATTEND_ONLY | _WRITE_ONLY | _CACHE
 _CPP_MOVE = _ATTEND_ONLY | _WRITE_ONLY | _CACHE
-_TRITON_ATTEND = _WRITE_ONLY
-_TRITON_WRITE_KV = _ATTEND_ONLY
-_TRITON_COPY_BLOCKS = _ATTEND_ONLY | _WRITE_ONLY
+_TRITON_ATTEND = _ATTEND_ONLY | _WRITE_ONLY | _CACHE
+_TRITON_WRITE_KV = _ATTEND_ONLY | {"kv_dtype", "v_in_k"}  # moves bits; another float type is the caller's conversion
+_TRITON_WRITE_COMPUTED = _ATTEND_ONLY | _WRITE_ONLY | _CACHE
+_TRITON_MOVE = _ATTEND_ONLY | _WRITE_ONLY | _CACHE
 
 
 def _supports(kind: str, known: frozenset[str]) -> Callable[[KernelSpec, Target], str | None]:
@@ -103,23 +104,41 @@ def _no_knobs(spec: KernelSpec, target: Target) -> ConfigSpace:
 def _triton_defaults(spec: KernelSpec, target: Target) -> dict[str, int]:
     """Knobs that fit into shared memory and, for bf16 and fp16 heads up to 128, spill no register.
 
-    Registers go to accumulators, to addresses (more of them where loads are narrow) and to masks (where a head is padded).
+    Registers go to accumulators, to addresses (more of them where loads are narrow), to masks (where a head is padded), and
+    to what lies between the two products: conversions, scales, and steps on scores.
     """
-    widest, fp32 = max(spec.head_dim, spec.dim_v), spec.dtype.itemsize == 4
+    widest, fp32 = max(spec.head_dim, spec.dim_v), _triton_compute_bytes(spec) == 4
     rdna = target.kind == "hip" and target.warp_size == 32
     uncapped = 255 if target.kind == "cuda" else 0
+    large = target.arch in ("sm_90", "sm_100")
+    if widest > MAX_HEAD_DIM and large and not fp32:  # MLA: 64 rows of 512 dims are all the registers of 8 warps
+        return {"tile_q": 64, "tile_kv": 32, "num_warps": 8, "num_stages": 2, "max_registers": uncapped}
     if widest > 128 or fp32:
-        tile_kv = 16 if rdna or fp32 else 32
-        return {"tile_q": 16, "tile_kv": tile_kv, "num_stages": 1 if rdna else 2, "max_registers": uncapped}
-    width = _load_width(spec)
-    plain = width == 8 and spec.head_dim == spec.dim_v == 1 << (widest - 1).bit_length()
-    roomy = target.arch in ("sm_90", "sm_100") or target.warp_size == 64
+        narrow = rdna or fp32 or (widest > MAX_HEAD_DIM and target.kind == "hip")
+        tile_kv = 16 if narrow else 32
+        return {"tile_q": 16, "tile_kv": tile_kv, "num_warps": 4, "num_stages": 1 if rdna else 2, "max_registers": uncapped}
+    width, steps = _load_width(spec), _score_steps(spec)
+    plain = width == 8 and spec.head_dim == spec.dim_v == 1 << (widest - 1).bit_length() and not spec.v_in_k
+    wide = plain and not steps
+    usual = plain and not any(_options(spec))
+    roomy = large or target.warp_size == 64
     return {
-        "tile_q": 64 if roomy or (plain and (widest <= 64 or not rdna)) else 32,
-        "tile_kv": max(16, (64 if plain and (roomy or widest <= 64) else 32) * width // 8),
+        "tile_q": 64 if steps < 3 and (roomy or (usual and (widest <= 64 or not rdna))) else 32,
+        "tile_kv": max(16, (64 if wide and (roomy or widest <= 64) else 32) * width // 8),
+        "num_warps": 4,
         "num_stages": 1 if rdna and widest > 64 else 2,
-        "max_registers": 0 if plain else uncapped,
+        "max_registers": 0 if usual and roomy else uncapped,
     }
+
+
+def _triton_compute_bytes(spec: KernelSpec) -> int:
+    """Bytes of an element as it is multiplied: q's type, or fp32 where the cache has another float type."""
+    return spec.dtype.itemsize if spec.cache_dtype is spec.dtype or spec.cache_dtype.quantised else 4
+
+
+def _score_steps(spec: KernelSpec) -> int:
+    """How many options of the spec work on every score."""
+    return sum((spec.alibi, spec.mask, spec.soft_cap is not None, spec.score_mod is not None))
 
 
 def _load_width(spec: KernelSpec) -> int:
@@ -136,24 +155,29 @@ def _load_width(spec: KernelSpec) -> int:
 def _triton_attend_space(spec: KernelSpec, target: Target) -> ConfigSpace:
     default = _triton_defaults(spec, target)
     group_rows = 1 << max(4, (spec.group - 1).bit_length())  # the least that holds one group, and that a dot takes
+    if spec.v_in_k:  # programs share a group
+        group_rows = 16
+    split_below = (0,) if spec.deterministic else (0, 128, 256, 512)
     max_registers = (0, 128, 168, 255) if target.kind == "cuda" else (0,)
-    tile_bytes = (spec.head_dim + spec.dim_v) * spec.dtype.itemsize
+    dims = spec.head_dim + (0 if spec.v_in_k else spec.dim_v)
+    stored, multiplied = dims * spec.cache_dtype.bits // 8, dims * _triton_compute_bytes(spec)
 
     def fits(v: Mapping[str, Value]) -> bool:
-        return int(v["tile_kv"]) * tile_bytes * max(1, int(v["num_stages"]) - 1) <= target.shared_memory
+        in_flight = stored * (int(v["num_stages"]) - 1) + (multiplied if spec.cache_dtype is not spec.dtype else 0)
+        return int(v["tile_kv"]) * max(in_flight, stored) <= target.shared_memory
 
     return ConfigSpace(
         (
             power_of_two("tile_q", 16, 128, max(group_rows, default["tile_q"]), "rows (query tokens x group) of one program"),
             power_of_two("tile_kv", 16, 128, default["tile_kv"], "tokens of one online-softmax step"),
-            Knob("split_below", (0, 128, 256, 512), 256, "grids of fewer programs cut the context into parts; 0: never"),
-            Knob("num_warps", (2, 4, 8), 4, "warps of one program"),
+            Knob("split_below", split_below, max(split_below) // 2, "grids of fewer programs cut the context into parts; 0: never"),
+            Knob("num_warps", (2, 4, 8), default["num_warps"], "warps of one program"),
             Knob("num_stages", (1, 2, 3, 4), default["num_stages"], "software pipeline depth"),
             Knob("max_registers", max_registers, default["max_registers"], "of a thread; 0: ptxas may spill for occupancy"),
         ),
         (
             Constraint(lambda v: int(v["tile_q"]) * int(v["tile_kv"]) <= 128 * 128, "the score tile exceeds 128 x 128"),
-            Constraint(lambda v: int(v["tile_q"]) >= spec.group, f"tile_q must hold one group of {spec.group} query heads"),
+            Constraint(lambda v: spec.v_in_k or int(v["tile_q"]) >= spec.group, f"tile_q must hold one group of {spec.group} query heads"),
             Constraint(fits, f"the K and V tiles in flight exceed {target.name}'s shared memory; lower tile_kv or num_stages"),
         ),
     )
@@ -168,7 +192,10 @@ TEMPLATES: tuple[Template, ...] = (
     Template(Op.RELAYOUT, "cpp", "cpp/relayout.cpp.jinja", _no_knobs, _supports("cpu", _CPP_MOVE)),
     Template(Op.ATTEND, "triton", "triton/attend.py.jinja", _triton_attend_space, _supports("gpu", _TRITON_ATTEND)),
     Template(Op.WRITE_KV, "triton", "triton/write_kv.py.jinja", _no_knobs, _supports("gpu", _TRITON_WRITE_KV)),
-    Template(Op.COPY_BLOCKS, "triton", "triton/copy_blocks.py.jinja", _no_knobs, _supports("gpu", _TRITON_COPY_BLOCKS)),
+    Template(Op.WRITE_KV, "triton", "triton/write_kv_computed.py.jinja", _no_knobs, _supports("gpu", _TRITON_WRITE_COMPUTED)),
+    Template(Op.COPY_BLOCKS, "triton", "triton/copy_blocks.py.jinja", _no_knobs, _supports("gpu", _TRITON_MOVE)),
+    Template(Op.GATHER_BLOCKS, "triton", "triton/stage_blocks.py.jinja", _no_knobs, _supports("gpu", _TRITON_MOVE)),
+    Template(Op.SCATTER_BLOCKS, "triton", "triton/stage_blocks.py.jinja", _no_knobs, _supports("gpu", _TRITON_MOVE)),
 )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
+import inspect
 import os
 import traceback
 import warnings
@@ -28,13 +29,16 @@ from ..kernel import (
     KVScales,
     WriteExtras,
     allocate_cache,
+    allocate_scales,
     check_attend,
     check_copy_blocks,
     check_write_kv,
+    require,
 )
 from ..paths import kernel_cache, write_atomic
-from ..spec import KernelSpec, Op
+from ..spec import KernelSpec, KVScale, Op
 from ..target import Target
+from ..transfer import block_bytes, check_gather_blocks, check_scatter_blocks
 
 if TYPE_CHECKING:
     from ..render import Source
@@ -44,7 +48,7 @@ Launch = Callable[..., None]  # `launch` of a generated module, or a stand-in fo
 
 def load(
     text: str, key: str, spec: KernelSpec, op: Op, config: Mapping[str, Any]
-) -> TritonAttend | TritonWriteKV | TritonCopyBlocks:
+) -> AnyTritonKernel:
     """A generated module as the callable for `op`, on the GPU that its tensors are on."""
     _keep_cache()
     return TRITON_KERNELS[op](spec, config, _module(text, key).launch)
@@ -97,8 +101,19 @@ class TritonKernel:
         return torch.cuda.device_of(tensor)  # type: ignore[no-untyped-call]
 
 
+def _given(scales: KVScales | None, *others: torch.Tensor | None) -> Iterator[torch.Tensor]:
+    """What a spec asks for beyond the plain arguments, in the order in which `launch` takes it; the rest is None here."""
+    of_scales = (scales.k_scale, scales.v_scale, scales.k_zero, scales.v_zero) if scales else ()
+    return (tensor for tensor in (*of_scales, *others) if tensor is not None)
+
+
+def _by_token(spec: KernelSpec, scales: KVScales | None) -> Iterator[torch.Tensor]:
+    """The scales that lie in blocks, as the cache does."""
+    return _given(scales if spec.kv_scale is KVScale.TOKEN_HEAD else None)
+
+
 class TritonAttend(TritonKernel):
-    """`Attend` on a generated module."""
+    """`Attend` on a generated module. That a shared prefix is shared is taken on trust: tables are not read here."""
 
     def __call__(
         self,
@@ -119,7 +134,10 @@ class TritonAttend(TritonKernel):
         check_attend(self.spec, out, q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, lse, extras)
         scale = self.spec.softmax_scale if scale is None else scale
         with self._device(q):
-            self._launch(out, q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, scale, lse)
+            self._launch(
+                *(out, q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, scale, lse, extras.shared_prefix_len),
+                *_given(extras.scales, extras.alibi_slopes, extras.sinks, extras.mask),
+            )
 
 
 class TritonWriteKV(TritonKernel):
@@ -136,8 +154,10 @@ class TritonWriteKV(TritonKernel):
         extras: WriteExtras = NO_WRITE_EXTRAS,
     ) -> None:
         check_write_kv(self.spec, k, v, k_cache, v_cache, slot_mapping, extras)
+        rotation = (extras.q, extras.q_out, extras.positions, extras.cos_sin, extras.q_weight, extras.k_weight)
+        eps = (extras.eps,) if self.spec.qk_norm else ()
         with self._device(k):
-            self._launch(k, v, k_cache, v_cache, slot_mapping)
+            self._launch(k, v, k_cache, v_cache, slot_mapping, *_given(extras.scales, *rotation), *eps)
 
 
 class TritonCopyBlocks(TritonKernel):
@@ -148,13 +168,64 @@ class TritonCopyBlocks(TritonKernel):
     ) -> None:
         check_copy_blocks(self.spec, k_cache, v_cache, pairs, scales)
         with self._device(k_cache):
-            self._launch(k_cache, v_cache, pairs)
+            self._launch(k_cache, v_cache, pairs, *_by_token(self.spec, scales))
 
 
-TRITON_KERNELS: dict[Op, type[TritonAttend | TritonWriteKV | TritonCopyBlocks]] = {
+class _TritonStageBlocks(TritonKernel):
+    def _stage(
+        self,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        blocks: torch.Tensor,
+        staging: torch.Tensor,
+        scales: KVScales | None,
+    ) -> None:
+        size = max(tensor.element_size() for tensor in (k_cache, *_by_token(self.spec, scales)))
+        aligned = staging.stride(0) % size == 0 and staging.data_ptr() % size == 0
+        require(aligned, "staging", f"rows {staging.stride(0)} bytes apart", f"rows that begin at multiples of {size} bytes")
+        with self._device(k_cache):
+            self._launch(k_cache, v_cache, blocks, staging, *_by_token(self.spec, scales))
+
+
+class TritonGatherBlocks(_TritonStageBlocks):
+    """`GatherBlocks` on a generated module."""
+
+    def __call__(
+        self,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        blocks: torch.Tensor,
+        staging: torch.Tensor,
+        *,
+        scales: KVScales | None = None,
+    ) -> None:
+        check_gather_blocks(self.spec, k_cache, v_cache, blocks, staging, scales)
+        self._stage(k_cache, v_cache, blocks, staging, scales)
+
+
+class TritonScatterBlocks(_TritonStageBlocks):
+    """`ScatterBlocks` on a generated module."""
+
+    def __call__(
+        self,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        blocks: torch.Tensor,
+        staging: torch.Tensor,
+        *,
+        scales: KVScales | None = None,
+    ) -> None:
+        check_scatter_blocks(self.spec, k_cache, v_cache, blocks, staging, scales)
+        self._stage(k_cache, v_cache, blocks, staging, scales)
+
+
+AnyTritonKernel = TritonAttend | TritonWriteKV | TritonCopyBlocks | TritonGatherBlocks | TritonScatterBlocks
+TRITON_KERNELS: dict[Op, type[AnyTritonKernel]] = {
     Op.ATTEND: TritonAttend,
     Op.WRITE_KV: TritonWriteKV,
     Op.COPY_BLOCKS: TritonCopyBlocks,
+    Op.GATHER_BLOCKS: TritonGatherBlocks,
+    Op.SCATTER_BLOCKS: TritonScatterBlocks,
 }
 
 
@@ -177,13 +248,13 @@ class Interpreter:
 
     def load(
         self, text: str, key: str, spec: KernelSpec, op: Op, config: Mapping[str, Any]
-    ) -> TritonAttend | TritonWriteKV | TritonCopyBlocks:
+    ) -> AnyTritonKernel:
         """The counterpart of the function `load`."""
-        return TRITON_KERNELS[op](spec, config, functools.partial(self._run, text, key))
+        return TRITON_KERNELS[op](spec, config, functools.partial(self._run, text, key, COMPUTED[op]))
 
-    def _run(self, text: str, key: str, *arguments: object) -> None:
+    def _run(self, text: str, key: str, computed: frozenset[str], *arguments: object) -> None:
         try:
-            self._connection.send((text, key, arguments))  # moves tensors into shared memory: the worker writes in place
+            self._connection.send((text, key, computed, arguments))  # moves tensors into shared memory: the worker writes in place
             failure: str | None = self._connection.recv()
         except (EOFError, OSError):
             self._process.join(10)
@@ -217,29 +288,38 @@ def _interpret(connection: Any) -> None:
     modules: dict[str, ModuleType] = {}
     while True:
         try:
-            text, key, arguments = connection.recv()
+            text, key, computed, arguments = connection.recv()
         except EOFError:
             return
         try:
             if key not in modules:
                 modules[key] = _module(text, key)
-            _launch_rounded(modules[key].launch, arguments)
+            _launch_rounded(modules[key].launch, computed, arguments)
             connection.send(None)
         except Exception:  # noqa: BLE001 - whatever a kernel raises is the caller's to see
             connection.send(traceback.format_exc())
 
 
-def _launch_rounded(launch: Launch, arguments: tuple[Any, ...]) -> None:
-    """Launches; attend's out (it alone is computed) goes through fp32, for the interpreter's stores truncate to bf16."""
-    if len(arguments) != len(ATTEND_ARGUMENTS):
-        return launch(*arguments)
-    out = arguments[0]
-    exact = out.float()
-    launch(exact, *arguments[1:])
-    out.copy_(exact)
+# What an op may compute rather than move. The interpreter's stores truncate to bf16, so there it goes through fp32.
+COMPUTED = {
+    Op.ATTEND: frozenset(("out",)),
+    Op.WRITE_KV: frozenset(("k_cache", "v_cache", "q_out")),
+    Op.COPY_BLOCKS: frozenset[str](),
+    Op.GATHER_BLOCKS: frozenset[str](),
+    Op.SCATTER_BLOCKS: frozenset[str](),
+}
 
 
-ATTEND_ARGUMENTS = ("out", "q", "k_cache", "v_cache", "block_table", "context_lens", "cu_seqlens_q", "scale", "lse")
+def _launch_rounded(launch: Launch, computed: frozenset[str], arguments: tuple[Any, ...]) -> None:
+    """Launches; bf16 tensors among the parameters `computed` are replaced by fp32 ones, and rounded afterwards."""
+    exact = list(arguments)
+    for index, name in enumerate(inspect.signature(launch).parameters):
+        if name in computed and arguments[index].dtype == torch.bfloat16:
+            exact[index] = arguments[index].float()
+    launch(*exact)
+    changed = [(old, new, new.view(torch.int32) != old.float().view(torch.int32)) for old, new in zip(arguments, exact, strict=True) if new is not old]
+    for old, new, where in changed:  # what was not written keeps its bits, those of a NaN too; V may lie inside K
+        old[where] = new[where].to(old.dtype)
 
 
 # --- compiling for an absent GPU -------------------------------------------------------------------------------------
@@ -277,25 +357,47 @@ def compile_for(source: Source) -> tuple[CompiledTriton, ...]:
     return tuple(compiled.values())
 
 
+TYPICAL_BATCHES = (  # name, tokens, sequences, context, of it a shared prefix
+    ("decode", 4096, 4096, 128, 0),
+    ("split", 1, 1, 8192, 0),
+    ("prefill", 8192, 4, 2048, 0),
+)
+
+
 def _typical_calls(spec: KernelSpec, op: Op) -> Iterator[tuple[str, tuple[Any, ...]]]:
     def meta(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     k_cache, v_cache = allocate_cache(spec, 64, "meta")
+    scales = allocate_scales(spec, 64, "meta")
     dtype = TORCH_DTYPES[spec.dtype]
     if op is Op.WRITE_KV:
-        k = meta((64, spec.kv_heads, spec.head_dim), k_cache.dtype)
-        v = meta((64, spec.kv_heads, spec.dim_v), v_cache.dtype)
-        yield op.value, (k, v, k_cache, v_cache, meta((64,), torch.int64))
+        computed = spec.rope is not None or spec.cache_dtype.quantised
+        k = meta((64, spec.kv_heads, spec.head_dim), dtype if computed else k_cache.dtype)
+        v = meta((64, spec.kv_heads, spec.dim_v), k.dtype)
+        extras: list[torch.Tensor | float] = [*_given(scales)]
+        if spec.rotary_dim is not None:
+            q = meta((64, spec.q_heads, spec.head_dim), dtype)
+            extras += [q, q, meta((64,), torch.int64), meta((4096, spec.rotary_dim), torch.float32)]
+        if spec.qk_norm:
+            weight = meta((spec.head_dim,), torch.float32)
+            extras += [weight, weight, 1e-6]
+        yield op.value, (k, v, k_cache, v_cache, meta((64,), torch.int64), *extras)
     elif op is Op.COPY_BLOCKS:
-        yield op.value, (k_cache, v_cache, meta((4, 2), torch.int64))
+        yield op.value, (k_cache, v_cache, meta((4, 2), torch.int64), *_by_token(spec, scales))
+    elif op in (Op.GATHER_BLOCKS, Op.SCATTER_BLOCKS):
+        staging = meta((4, block_bytes(spec)), torch.uint8)
+        yield op.value, (k_cache, v_cache, meta((4,), torch.int64), staging, *_by_token(spec, scales))
     else:
-        for name, tokens, seqs, context in (("decode", 4096, 4096, 128), ("split", 1, 1, 8192), ("prefill", 8192, 4, 2048)):
+        for name, tokens, seqs, context, prefix in TYPICAL_BATCHES:
             q, out = (meta((tokens, spec.q_heads, dim), dtype) for dim in (spec.head_dim, spec.dim_v))
             lse = meta((tokens, spec.q_heads), torch.float32) if spec.lse else None
             table = meta((seqs, -(-context // spec.block_size)), torch.int32)
             lens, starts = meta((seqs,), torch.int32), meta((seqs + 1,), torch.int32)
-            yield name, (out, q, k_cache, v_cache, table, lens, starts, spec.softmax_scale, lse)
+            heads = (meta((spec.q_heads,), torch.float32) if wanted else None for wanted in (spec.alibi, spec.sinks))
+            mask = meta((tokens, 32), torch.uint8) if spec.mask else None
+            shared = prefix // spec.block_size * spec.block_size
+            yield name, (out, q, k_cache, v_cache, table, lens, starts, spec.softmax_scale, lse, shared, *_given(scales, *heads, mask))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -334,8 +436,8 @@ class _Recorder:
             kind = _kind(value)
             if parameter.is_constexpr or value is None or (kind.startswith("i") and value == 1 and specialised):
                 kind, constants[parameter.name] = "constexpr", value
-            elif kind.startswith("*") or (kind.startswith("i") and value % 16 == 0 and specialised):
-                aligned.append(parameter.num)  # allocators align tensors to far more than 16 bytes
+            elif (_offset(value) if kind.startswith("*") else value if kind.startswith("i") and specialised else 1) % 16 == 0:
+                aligned.append(parameter.num)
             signature[parameter.name] = kind
         self.calls.append(_Call(self.kernel, signature, constants, tuple(aligned), keywords))
 
@@ -346,7 +448,14 @@ _POINTERS = {
     torch.float16: "*fp16",
     torch.int32: "*i32",
     torch.int64: "*i64",
+    torch.int8: "*i8",
+    torch.uint8: "*u8",
 }
+
+
+def _offset(tensor: torch.Tensor) -> int:
+    """Bytes from the start of its memory, which allocators align to far more than 16 bytes."""
+    return int(tensor.storage_offset()) * tensor.element_size()
 
 
 def _kind(value: Any) -> str:

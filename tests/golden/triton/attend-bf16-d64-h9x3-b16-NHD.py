@@ -31,6 +31,7 @@ MIN_PART = tl.constexpr(256)  # keys below which a part is not worth its merge
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+WHOLE, PREFIX, REST = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # which keys: all, the shared prefix, those after it
 
 
 @triton.jit
@@ -48,6 +49,21 @@ def find_sequence(cu_seqlens_q, num_seqs, program, TILE_TOKENS: tl.constexpr):
 
 
 @triton.jit
+def find_sequences(cu_seqlens_q, num_seqs, token):
+    """The sequence of each token of the batch, where token < cu_seqlens_q[num_seqs]."""
+    low = tl.zeros_like(token)
+    high = low + num_seqs
+    length = num_seqs
+    while length > 1:
+        middle = (low + high) // 2
+        above = tl.load(cu_seqlens_q + middle) <= token
+        low = tl.where(above, middle, low)
+        high = tl.where(above, high, middle)
+        length = (length + 1) // 2
+    return low
+
+
+@triton.jit
 def dot(a, b, acc):
     """acc + a @ b, in fp32; `a` takes b's dtype. The interpreter multiplies bf16 as integers, so it gets fp32."""
     if INTERPRETED:
@@ -55,7 +71,7 @@ def dot(a, b, acc):
     return tl.dot(a.to(b.dtype), b, acc, input_precision="ieee")
 
 
-@triton.jit(do_not_specialize=["num_seqs", "block_table_stride"])  # they change from batch to batch
+@triton.jit(do_not_specialize=["num_seqs", "block_table_stride", "prefix_len", "first_part"])  # they change from batch to batch
 def attend(
     out,  # [num_tokens, Q_HEADS, parts, HEAD_DIM_V]: the result, or with parts > 1 an fp32 workspace
     lse,  # [num_tokens, Q_HEADS, parts] fp32, natural log; or None
@@ -67,6 +83,8 @@ def attend(
     cu_seqlens_q,  # [num_seqs + 1] int32
     scale,
     num_seqs,
+    prefix_len,  # keys at the start of every context that all sequences share
+    first_part,  # of this launch
     out_stride_token,
     out_stride_head,
     out_stride_part,
@@ -84,23 +102,38 @@ def attend(
     v_stride_dim,
     block_table_stride,
     ROWS: tl.constexpr,
+    PASS: tl.constexpr,
 ):
-    """Program (i, h, part): ROWS rows of one sequence against one part of its keys, for the query heads of KV head h."""
+    """Program (i, h, part): ROWS rows of one sequence against one part of its keys, for the query heads of KV head h.
+
+    In the pass over a shared prefix, the rows are of any sequences.
+    """
     TILE_TOKENS: tl.constexpr = ROWS // GROUP
     program = tl.program_id(0)
     kv_head = tl.program_id(1).to(tl.int64)
     part = tl.program_id(2)
-    seq = find_sequence(cu_seqlens_q, num_seqs, program, TILE_TOKENS)
-    begin = tl.load(cu_seqlens_q + seq)
-    num_rows = tl.load(cu_seqlens_q + seq + 1) - begin
-    first = (program - (begin // TILE_TOKENS + seq)) * TILE_TOKENS
-    if first >= num_rows:
-        return
-    context = tl.load(context_lens + seq)
-
     row = tl.arange(0, ROWS)
-    token = first + row // GROUP
-    is_row = (row < TILE_TOKENS * GROUP) & (token < num_rows)
+    if PASS == PREFIX:
+        token = program * TILE_TOKENS + row // GROUP
+        is_row = (row < TILE_TOKENS * GROUP) & (token < tl.load(cu_seqlens_q + num_seqs))
+        seq = find_sequences(cu_seqlens_q, num_seqs, token)
+        begin = tl.load(cu_seqlens_q + seq)
+        num_rows = tl.load(cu_seqlens_q + seq + 1) - begin
+        token -= begin
+        context = tl.load(context_lens + seq)
+        table = block_table
+    else:
+        seq = find_sequence(cu_seqlens_q, num_seqs, program, TILE_TOKENS)
+        begin = tl.load(cu_seqlens_q + seq)
+        num_rows = tl.load(cu_seqlens_q + seq + 1) - begin
+        first = (program - (begin // TILE_TOKENS + seq)) * TILE_TOKENS
+        if first >= num_rows:
+            return
+        context = tl.load(context_lens + seq)
+        token = first + row // GROUP
+        is_row = (row < TILE_TOKENS * GROUP) & (token < num_rows)
+        table = block_table + seq.to(tl.int64) * block_table_stride
+
     out_token = (begin + token).to(tl.int64)
     head = kv_head * GROUP + row % GROUP
     dim = tl.arange(0, DIMS)
@@ -112,19 +145,29 @@ def attend(
     )
 
     position = context - num_rows + token
-    last = tl.minimum(first + TILE_TOKENS, num_rows) - 1
-    end = tl.maximum(context - num_rows + last + 1, 0)  # keys that the tile's last row sees
+    if PASS == PREFIX:
+        lowest = tl.min(tl.where(is_row, position, 2**31 - 1), 0)
+        highest = tl.max(tl.where(is_row, position, -1), 0)
+        start = 0
+        end = prefix_len
+    else:
+        lowest = context - num_rows + first
+        highest = context - num_rows + tl.minimum(first + TILE_TOKENS, num_rows) - 1
+        start = prefix_len if PASS == REST else 0
+        end = context
+    end = tl.minimum(end, highest + 1)
     num_blocks = tl.cdiv(end, BLOCK_SIZE)
     num_tiles = tl.cdiv(end, TILE_KV)
-    tiles_per_part = tl.cdiv(num_tiles, tl.num_programs(2))
+    first_tile = start // TILE_KV
+    tiles_per_part = tl.cdiv(num_tiles - first_tile, tl.num_programs(2))
+    first_tile += part * tiles_per_part
 
-    table = block_table + seq.to(tl.int64) * block_table_stride
     k_dims = k_cache + kv_head * k_stride_head + (dim // K_PACK) * k_stride_dim + dim % K_PACK
     v_dims = v_cache + kv_head * v_stride_head + dim_v * v_stride_dim
     peak = tl.full([ROWS], float("-inf"), tl.float32)  # largest score so far, times log2(e)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DIMS_V], tl.float32)
-    for tile in range(part * tiles_per_part, tl.minimum((part + 1) * tiles_per_part, num_tiles)):
+    for tile in range(first_tile, tl.minimum(first_tile + tiles_per_part, num_tiles)):
         key = tile * TILE_KV + tl.arange(0, TILE_KV)
         # Masked by whole blocks, not by keys: all keys of a block then share one mask, which keeps loads along the
         # keys wide. What a block's tail holds is masked in the scores, and in V below, where 0 * NaN would be NaN.
@@ -138,7 +181,10 @@ def attend(
             other=0.0,
         )
         scores = dot(queries, keys, tl.zeros([ROWS, TILE_KV], tl.float32)) * (scale * LOG2_E)
-        scores = tl.where(key[None, :] <= position[:, None], scores, float("-inf"))
+        seen = key[None, :] <= position[:, None]
+        if PASS != WHOLE:
+            seen &= ((key >= start) & (key < end))[None, :]
+        scores = tl.where(seen, scores, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(scores, 1))
         shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # a row that has seen no key: -inf - -inf is NaN
         weights = tl.exp2(scores - shift[:, None])
@@ -152,10 +198,12 @@ def attend(
         acc = dot(weights, values, acc * rescale[:, None])
         peak = new_peak
 
+    part += first_part
+    out_rows = out + out_token * out_stride_token + head * out_stride_head + part * out_stride_part
     saw_none = total == 0.0
     acc = acc / tl.where(saw_none, 1.0, total)[:, None]
     tl.store(
-        out + (out_token * out_stride_token + head * out_stride_head + part * out_stride_part)[:, None] + dim_v[None, :],
+        out_rows[:, None] + dim_v[None, :],
         acc.to(out.dtype.element_ty),
         mask=is_row[:, None],
     )
@@ -204,16 +252,23 @@ def merge(
         tl.store(lse + token * lse_stride_token + head * lse_stride_head, log_sum)
 
 
-def launch(out, q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, scale, lse):
+def launch(
+    out, q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, scale, lse, shared_prefix_len
+):  # fmt: skip
     """Writes `out` (and `lse`). The grid follows from shapes alone: no tensor is read, a CUDA graph may capture this."""
     num_tokens, num_seqs = q.shape[0], context_lens.shape[0]
     if num_tokens == 0 or num_seqs == 0:
         return
     rows = (TILE_Q_DECODE if num_tokens <= num_seqs else TILE_Q).value
-    programs = num_tokens // (rows // GROUP.value) + num_seqs
-    wanted = SPLIT_BELOW.value // (programs * KV_HEADS.value)
     longest = block_table.shape[1] * BLOCK_SIZE.value
-    parts = max(1, min(wanted, longest // MIN_PART.value, MAX_PARTS.value))
+    passes = [(WHOLE, rows, num_tokens // (rows // GROUP.value) + num_seqs, longest)]
+    if shared_prefix_len:
+        programs = triton.cdiv(num_tokens, TILE_Q.value // GROUP.value)
+        passes = [(REST, *passes[0][1:3], longest - shared_prefix_len), (PREFIX, TILE_Q.value, programs, shared_prefix_len)]
+    heads = KV_HEADS.value
+    most = MAX_PARTS.value // len(passes)
+    counts = [max(1, min(SPLIT_BELOW.value // (n * heads), keys // MIN_PART.value, most)) for _, _, n, keys in passes]
+    parts = sum(counts)
     final_lse_strides = (0, 0) if lse is None else lse.stride()
     target, target_lse = out, lse
     target_strides, lse_strides = (*out.stride()[:2], 0), final_lse_strides
@@ -221,13 +276,16 @@ def launch(out, q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, sc
         target = q.new_empty((num_tokens, Q_HEADS.value, parts, HEAD_DIM_V.value), dtype=torch.float32)
         target_lse = q.new_empty((num_tokens, Q_HEADS.value, parts), dtype=torch.float32)
         target_strides, lse_strides = target.stride()[:3], target_lse.stride()[:2]
-    attend[(programs, KV_HEADS.value, parts)](
-        target, target_lse, q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, scale, num_seqs,
-        *target_strides, *lse_strides, q.stride(0), q.stride(1),
-        k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), k_cache.stride(3),
-        v_cache.stride(0), v_cache.stride(1), v_cache.stride(2), v_cache.stride(3),
-        block_table.stride(0), ROWS=rows, **OPTIONS,
-    )  # fmt: skip
+    first_part = 0
+    for (keys, rows, programs, _), count in zip(passes, counts, strict=True):
+        attend[(programs, heads, count)](
+            target, target_lse, q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q,
+            scale, num_seqs, shared_prefix_len, first_part, *target_strides, *lse_strides, q.stride(0), q.stride(1),
+            k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), k_cache.stride(3),
+            v_cache.stride(0), v_cache.stride(1), v_cache.stride(2), v_cache.stride(3),
+            block_table.stride(0), ROWS=rows, PASS=keys, **OPTIONS,
+        )  # fmt: skip
+        first_part += count
     if parts > 1:
         merge[(num_tokens, Q_HEADS.value)](
             out, lse, target, target_lse, cu_seqlens_q, num_seqs, parts, *out.stride()[:2], *final_lse_strides,

@@ -193,11 +193,15 @@ class PackagedKernels:
         The two maxima choose the kernel. A CPU batch that comes without `max_context_len` is read for it (microseconds); a
         GPU batch is not, since that would wait for the device, and gets the rows of the table without a bound on it.
         """
+<<<<<<< HEAD
         self._require_room(k_cache)
         seqs = context_lens.shape[0]
         if max_context_len is None and context_lens.device.type == "cpu":
             max_context_len = int(context_lens.max()) if seqs else 0
         name = self.dispatch[Op.ATTEND].select(phase_of(q.shape[0], seqs, max_query_len), seqs, max_context_len)
+=======
+        name = self._choose(q, context_lens, max_query_len, max_context_len)
+>>>>>>> main
         kernel = cast(Attend, self._kernels()[name])
         kernel(
             out,
@@ -213,6 +217,17 @@ class PackagedKernels:
             max_query_len=max_query_len,
             max_context_len=max_context_len,
         )
+
+    def _choose(
+        self, q: torch.Tensor, context_lens: torch.Tensor, max_query_len: int | None, max_context_len: int | None
+    ) -> str:
+        table = self.dispatch[Op.ATTEND]
+        if q.dim() != 3 or context_lens.dim() != 1 or context_lens.dtype != torch.int32:
+            return table.fallback  # any kernel refuses these, and says why
+        seqs = context_lens.shape[0]
+        if max_context_len is None and context_lens.device.type == "cpu":
+            max_context_len = int(context_lens.max()) if seqs else 0
+        return table.select(phase_of(q.shape[0], seqs, max_query_len), seqs, max_context_len)
 
     def write_kv(
         self,

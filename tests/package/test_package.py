@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import shutil
 import sys
@@ -85,6 +86,25 @@ def test_a_loaded_package_raises_the_callers_own_errors(original: Path) -> None:
     k_cache, v_cache = allocate_cache(SPEC, 2)
     with pytest.raises(KernelError, match="pairs"):
         load_package(original).copy_blocks(k_cache, v_cache, torch.tensor([[0, 1], [0, 1]]))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("context_lens", torch.tensor(1, dtype=torch.int32)),
+        ("context_lens", torch.tensor([math.nan])),
+        ("context_lens", torch.tensor([1j])),
+        ("q", torch.tensor(1.0)),
+    ],
+)
+def test_tensors_that_choose_no_kernel_are_refused_by_name(name: str, value: torch.Tensor, original: Path) -> None:
+    k_cache, v_cache = allocate_cache(SPEC, 1)
+    out = torch.zeros(1, SPEC.q_heads, SPEC.dim_v)
+    one, starts = torch.ones(1, dtype=torch.int32), torch.tensor([0, 1], dtype=torch.int32)
+    q = value if name == "q" else torch.zeros(1, SPEC.q_heads, SPEC.head_dim)
+    lens = value if name == "context_lens" else one
+    with pytest.raises(KernelError, match=name if value.dim() else "shape"):
+        load_package(original).attend(out, q, k_cache, v_cache, one[None] - 1, lens, starts)
 
 
 def test_packages_are_loaded_side_by_side_and_each_once(original: Path, marked_package: Path) -> None:

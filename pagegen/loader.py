@@ -193,15 +193,8 @@ class PackagedKernels:
         The two maxima choose the kernel. A CPU batch that comes without `max_context_len` is read for it (microseconds); a
         GPU batch is not, since that would wait for the device, and gets the rows of the table without a bound on it.
         """
-<<<<<<< HEAD
         self._require_room(k_cache)
-        seqs = context_lens.shape[0]
-        if max_context_len is None and context_lens.device.type == "cpu":
-            max_context_len = int(context_lens.max()) if seqs else 0
-        name = self.dispatch[Op.ATTEND].select(phase_of(q.shape[0], seqs, max_query_len), seqs, max_context_len)
-=======
         name = self._choose(q, context_lens, max_query_len, max_context_len)
->>>>>>> main
         kernel = cast(Attend, self._kernels()[name])
         kernel(
             out,

@@ -19,7 +19,7 @@ pairs          [P, 2], int64                        (source block, destination b
 ============== ==================================== =====================================================
 
 Row i of a sequence with n rows and context c stands at position c - n + i and, when causal, sees the keys up to and
-including its own. A row that sees no key gives out = 0 and lse = -inf (with sinks: the sink's logit).
+including its own. A key that no row of its sequence sees (before a window) may hold anything. A row that sees no key gives out = 0 and lse = -inf (with sinks: the sink's logit).
 
 What a spec asks for beyond that comes in `AttendExtras`, `WriteExtras` and `KVScales`. A quantised cache holds fp8, int8,
 or int4 in pairs (uint8 `[..., head_dim / 2]`: dim i in the low half, dim i + head_dim / 2 in the high half of a byte); a

@@ -182,8 +182,9 @@ class ReferenceKernels:
             scores = torch.einsum("qhd,khd->qhk", q[rows].double(), k) * (spec.softmax_scale if scale is None else scale)
             own = context - (rows.stop - rows.start) + torch.arange(rows.stop - rows.start)
             scores = self._modified(scores, own, extras)
-            mask = None if extras.mask is None else extras.mask[rows]
-            scores.masked_fill_(~self.seen(own, context, mask)[:, None, :], float("-inf"))
+            seen = self.seen(own, context, None if extras.mask is None else extras.mask[rows])
+            scores.masked_fill_(~seen[:, None, :], float("-inf"))
+            v[~seen.any(0)] = 0.0  # keys that no row sees may hold anything
             logits = scores
             if extras.sinks is not None:
                 logits = torch.cat((scores, extras.sinks.double()[None, :, None].expand(len(scores), -1, 1)), dim=-1)

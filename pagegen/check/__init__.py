@@ -18,6 +18,7 @@ from .case import Case
 from .compare import CheckReport, Failure, check_calls, check_kernels
 from .driver import TIMEOUT, Sanitizer, run_library, run_sanitized
 from .shrink import shrink
+from .snippet import snippet
 from .suite import full_suite, quick_suite, suite_named
 
 __all__ = [
@@ -25,12 +26,14 @@ __all__ = [
     "CheckReport",
     "Failure",
     "Sanitizer",
+    "check_cases",
     "check_kernels",
     "check_library",
     "check_sanitized",
     "check_variant",
     "full_suite",
     "quick_suite",
+    "snippet",
 ]
 
 
@@ -49,10 +52,16 @@ def check_variant(
     ConfigError if the target is not present, CheckError if the gate cannot run.
     """
     variant = source.variant
-    op, spec, target = variant.template.op, variant.spec, variant.target
+    cases = suite_named(suite)(variant.spec, phase or _only_phase(variant.template), seed)
+    return check_cases(source, cases, timeout, smallest=smallest)
+
+
+def check_cases(source: Source, cases: Sequence[Case], timeout: float = TIMEOUT, *, smallest: bool = False) -> CheckReport:
+    """The same for those of `cases` that are of the source's op."""
+    op, target = source.variant.template.op, source.variant.target
     require_present(target)
-    cases = [case for case in suite_named(suite)(spec, phase or _only_phase(variant.template), seed) if case.op is op]
-    if variant.template.language == "cpp":
+    cases = [case for case in cases if case.op is op]
+    if source.variant.template.language == "cpp":
         return check_library(compile_library(source.text, target), op, target, cases, timeout, smallest=smallest)
     cases = [case for case in cases if case.fault is None]
     return CheckReport.of(len(cases), check_calls({op: build(source)}, cases, "cuda"))

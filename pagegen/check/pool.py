@@ -50,12 +50,12 @@ class Pool:
         table = torch.tensor(rows, dtype=torch.int32).reshape(-1, width)
         return spread(table, -1) if self.case.strided else table
 
-    def caches(self, held: Sequence[int], prefix: str = "") -> Tensors:
-        """k_cache, v_cache and the scales; everything but the first held[s] tokens of sequence s is poison."""
+    def caches(self, held: Sequence[int], unseen: Sequence[int] | None = None, prefix: str = "") -> Tensors:
+        """k_cache, v_cache and the scales; everything but tokens unseen[s] to held[s] of sequence s is poison."""
         spec, layout = self.spec, self.spec.kv_layout
         written = torch.zeros(self.num_blocks, spec.block_size, dtype=torch.bool)
         for sequence, count in enumerate(held):
-            slots = torch.tensor(self.slots(sequence, 0, count), dtype=torch.int64)
+            slots = torch.tensor(self.slots(sequence, unseen[sequence] if unseen else 0, count), dtype=torch.int64)
             written.view(-1)[slots] = True
         names = ("source_k", "source_v") if prefix else ("k_cache", "v_cache")
         tensors: Tensors = {}

@@ -130,8 +130,9 @@ def _option_cases(spec: KernelSpec, seed: int) -> Iterator[Case]:
         yield case("decode at window borders", query_lens=(1,) * len(contexts), context_lens=contexts)
         queries = tuple(min(q, 50) for q in (w + 2, 2, b + 1))
         yield case("prefill over the window", query_lens=queries, context_lens=tuple(q + min(w, 100) + 1 for q in queries))
-        splits = [s + w for s in (256, 512, 1024, 2048) if s + w <= long]  # the second row's window begins at a split
-        yield case("window begins at a split", query_lens=(2,) * len(splits), context_lens=tuple(splits))
+        at = [s + n for s in (256, 512, 1024, 2048) for n in (w, (w + 1) // 2)]  # at a split begins, and lies, a window
+        splits = [context for context in at if context <= long]
+        yield case("windows at splits", query_lens=(2,) * len(splits), context_lens=tuple(splits))
         yield case("window after window", query_lens=(3, 40), context_lens=(min(3 * w + 5, long), min(w + 40, long)))
     if spec.mask:
         yield case("draft trees", query_lens=(7, 1, 4, 16), context_lens=(7 + b, 1, 9, 40))

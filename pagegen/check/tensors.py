@@ -129,7 +129,7 @@ class _Maker:
         tensors = {
             "out": self.rows(out, dtype),
             "q": self.rows(q.clamp(-6e4, 6e4), dtype, heads_outside=True),
-            **self.pool.caches([*case.context_lens]),
+            **self.pool.caches([*case.context_lens], self.unseen()),
             "block_table": self.pool.block_table(),
             "context_lens": torch.tensor(case.context_lens, dtype=torch.int32),
             "cu_seqlens_q": torch.tensor([0, *case.query_lens]).cumsum(0).to(torch.int32),
@@ -145,8 +145,15 @@ class _Maker:
             tensors["mask"] = self.mask(tokens)
         return tensors
 
+    def unseen(self) -> list[int]:
+        """Keys at the start of each context that lie before every row's window: their blocks may have been given away."""
+        case, window = self.case, self.spec.window
+        if window is None or case.shared_blocks:
+            return [0] * len(case.context_lens)
+        return [max(0, c - q + 1 - window) if q else c for q, c in zip(case.query_lens, case.context_lens, strict=True)]
+
     def mask(self, tokens: int) -> torch.Tensor:
-        """`[tokens, M]` uint8, right-aligned to the contexts: a tree over each sequence's own rows, coins before it.
+        """`[tokens, M]` uint8, right-aligned to the contexts: a tree over each sequence's own rows, coins elsewhere.
 
         Any value but 0 is true. The last row of every third sequence sees nothing at all.
         """
@@ -158,6 +165,8 @@ class _Maker:
             ancestors = torch.eye(count, dtype=torch.bool)
             for i in range(1, count):  # a node's parent is any node before it
                 ancestors[i] |= ancestors[int(torch.randint(i, (1,), generator=self.generator))]
+            if not self.spec.causal:
+                ancestors |= torch.rand(count, count, generator=self.generator) < 0.5
             own = min(count, width)
             seen[row : row + count, width - own :] = ancestors[:, count - own :]
             row += count

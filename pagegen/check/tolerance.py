@@ -10,11 +10,12 @@ the spec (soft cap, ALiBi, score_mod) carries the error on and adds its own roun
 subtraction of the maximum and the exponent, exp makes of d a relative error e = expm1(d) of its probability. So with n
 keys, u the unit roundoff of the output's dtype and N = sum p e |v|, E = sum p e, A = sum p |v|:
 
-    |out - reference| <= u (2 |reference| + A) + (N + E |reference| + 2 u32 (sqrt(n) + 8) A) / (1 - E)
+    |out - reference| <= u (2 |reference| + A) + t (2 + sum |v|) + (N + E |reference| + 2 u32 (sqrt(n) + 8) A) / (1 - E)
     |lse - reference| <= log1p(E) + u32 (sqrt(n) + 8 + 2 |reference|)
 
-The first term of out is its rounding on both sides, and of the probabilities, which a kernel on matrix units rounds to
-the output's dtype. Vendored into every kernel package.
+The first terms of out are its rounding on both sides, and of the probabilities, which a kernel on matrix units rounds to
+the output's dtype; t is half its smallest subnormal number. Where E is 1 or more, or a score may have left fp32's range,
+nothing is promised: the bound is infinite, and a NaN within it. Vendored into every kernel package.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from .pool import Tensors
 from .tensors import arguments
 
 U32 = 2.0**-24
+FP32_MAX = float(torch.finfo(torch.float32).max)
 STEPS = 4  # units in the last place that a library's exp, tanh, log or division may lose
 
 
@@ -55,8 +57,11 @@ class Bounded:
 
     def rounded(self, steps: float = 1.0) -> Bounded:
         """After an operation that may lose `steps` units in the last place, but none of an exact whole number below 2**24."""
-        whole = (self.error == 0) & (self.value.frac() == 0) & (self.value.abs() < 2**24)
-        return Bounded(self.value, self.error + torch.where(whole, 0.0, steps * _last_place(self.value)))
+        size = self.value.abs()
+        whole = (self.error == 0) & (self.value.frac() == 0) & (size < 2**24)
+        error = self.error + torch.where(whole, 0.0, steps * _last_place(self.value))
+        left = size.isfinite() & (size + error > FP32_MAX)  # infinite in fp32, and from there on anything
+        return Bounded(self.value, torch.where(left | error.isnan(), math.inf, error))
 
     def __add__(self, other: Bounded | float) -> Bounded:
         other = Bounded.of(other)
@@ -212,6 +217,7 @@ def _sequences(case: Case, tensors: Tensors) -> Iterator[tuple[slice, tuple[torc
         own = context - len(q) + torch.arange(len(q))
         scores = _scores(case, q, keys, sizes[0], own, tensors)
         seen = reference.seen(own, context, tensors["mask"][rows] if "mask" in tensors else None)
+        sizes[1][~seen.any(0)] = 0.0
         sinks = tensors.get("sinks")
         yield rows, _row_bounds(spec, scores, seen[:, None, :], sizes[1], sinks, tensors["out"][rows].double())
 
@@ -251,9 +257,11 @@ def _row_bounds(
     loose = shaken.sum(-1)
     mean, moved = (torch.einsum("qhk,khd->qhd", w.nan_to_num(posinf=0.0), sizes) for w in (p, shaken))
     sums = math.sqrt(value.shape[-1]) + 8
-    unit = torch.finfo(TORCH_DTYPES[spec.dtype]).eps / 2
+    info = torch.finfo(TORCH_DTYPES[spec.dtype])
+    unit, tiny = info.eps / 2, info.smallest_normal * info.eps / 2
+    everything = torch.einsum("qhk,khd->qhd", (p > 0).double(), sizes)
     arithmetic = (moved + loose[..., None] * out.abs() + 2 * U32 * sums * mean) / (1 - loose[..., None])
-    bound = unit * (2 * out.abs() + mean) + torch.where(loose[..., None] < 1, arithmetic, math.inf)
+    bound = unit * (2 * out.abs() + mean) + tiny * (2 + everything) + torch.where(loose[..., None] < 1, arithmetic, math.inf)
     return bound, torch.log1p(loose) + U32 * (sums + 2 * total.abs().nan_to_num(posinf=0.0))
 
 

@@ -65,9 +65,11 @@ def test_a_wrong_package_is_a_no_with_the_smallest_failing_input(tmp_path: Path)
     assert "package" not in result.document["kernels"]  # what failed alone is not run in this process
     assert (failure["kernel"], failure["context_lens"]) == ("copy_blocks", [1])
     assert failure["message"].startswith("v_cache[")
+    assert "op=Op.COPY_BLOCKS" in result.document["snippets"]["copy_blocks"]
     told = run("check", str(package))
     assert told.status == 1
     assert "copy_blocks, one block: v_cache[" in told.stderr
+    assert "print(check_cases(render(" in told.stderr
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,9 @@
 // and a range of that sequence's tokens: in decode the range is cut into parts of SPLIT_KV tokens, always at the same
 // places, so that a result does not depend on the batch; in prefill the rows are cut into tiles of TILE_Q tokens.
 // Each item runs an online softmax (Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867) over tiles of TILE_KV
-// tokens; parts of one row are merged by their maxima and sums at the end.
+// tokens; parts of one row are merged by their maxima and sums at the end. Where all sequences begin alike, parts of that
+// prefix are items of their own, with rows of many sequences (cascade, as in Juravsky et al. 2024,
+// https://arxiv.org/abs/2402.05099).
 #include <algorithm>
 #include <type_traits>
 
@@ -77,7 +79,7 @@ typedef struct pg_write_kv_args {
   int64_t k_stride_block, k_stride_token, k_stride_head, k_stride_dim;
   int64_t v_stride_block, v_stride_token, v_stride_head, v_stride_dim;
   int32_t num_threads, reserved;
-  const float *k_scale, *v_scale, *k_zero, *v_zero; /* of a quantised cache: (stored - zero) * scale */
+  float *k_scale, *v_scale, *k_zero, *v_zero; /* of a quantised cache; a scale a token and head is written */
   int64_t k_scale_stride_block, k_scale_stride_token, k_scale_stride_head; /* 0 where one scale serves all */
   int64_t v_scale_stride_block, v_scale_stride_token, v_scale_stride_head;
   const void* q;               /* [num_tokens, q_heads, head_dim]; with rope */
@@ -99,10 +101,51 @@ typedef struct pg_copy_blocks_args {
   int64_t k_stride_block, k_stride_token, k_stride_head, k_stride_dim;
   int64_t v_stride_block, v_stride_token, v_stride_head, v_stride_dim;
   int32_t num_threads, reserved;
-  const float *k_scale, *v_scale, *k_zero, *v_zero; /* of a quantised cache: (stored - zero) * scale */
+  float *k_scale, *v_scale, *k_zero, *v_zero; /* of a quantised cache; a scale a token and head is copied too */
   int64_t k_scale_stride_block, k_scale_stride_token, k_scale_stride_head; /* 0 where one scale serves all */
   int64_t v_scale_stride_block, v_scale_stride_token, v_scale_stride_head;
 } pg_copy_blocks_args;
+
+/* gather_blocks copies blocks to rows, scatter_blocks rows to blocks. A row holds a block's K, its V unless that lies in
+ * K, and if each token has scales k_scale, v_scale, k_zero, v_zero: each dense, in its own order of dimensions. */
+typedef struct pg_stage_blocks_args {
+  uint64_t size;
+  void* k_cache;
+  void* v_cache;
+  const int64_t* blocks;       /* [num_rows] */
+  void* staging;               /* [num_rows, bytes of a block] */
+  int64_t num_rows, num_blocks, staging_stride; /* staging_stride counts bytes */
+  int64_t k_stride_block, k_stride_token, k_stride_head, k_stride_dim;
+  int64_t v_stride_block, v_stride_token, v_stride_head, v_stride_dim;
+  int32_t num_threads, reserved;
+  float *k_scale, *v_scale, *k_zero, *v_zero;
+  int64_t k_scale_stride_block, k_scale_stride_token, k_scale_stride_head;
+  int64_t v_scale_stride_block, v_scale_stride_token, v_scale_stride_head;
+} pg_stage_blocks_args;
+
+typedef pg_stage_blocks_args pg_gather_blocks_args, pg_scatter_blocks_args;
+
+typedef struct pg_relayout_args {
+  uint64_t size;
+  void* k_cache;
+  void* v_cache;
+  const void* source_k;        /* the other cache */
+  const void* source_v;
+  const int64_t* slots;        /* [num_pairs, 2] source and destination slot; -1 skips the pair */
+  int64_t num_pairs, num_blocks, source_num_blocks, source_block_size;
+  int64_t source_x;            /* dims of the source's K that are packed side by side */
+  int64_t k_stride_block, k_stride_token, k_stride_head, k_stride_dim;
+  int64_t v_stride_block, v_stride_token, v_stride_head, v_stride_dim;
+  int64_t source_k_stride_block, source_k_stride_token, source_k_stride_head, source_k_stride_dim;
+  int64_t source_v_stride_block, source_v_stride_token, source_v_stride_head, source_v_stride_dim;
+  int32_t num_threads, reserved;
+  float *k_scale, *v_scale, *k_zero, *v_zero;
+  int64_t k_scale_stride_block, k_scale_stride_token, k_scale_stride_head;
+  int64_t v_scale_stride_block, v_scale_stride_token, v_scale_stride_head;
+  const float *source_k_scale, *source_v_scale, *source_k_zero, *source_v_zero;
+  int64_t source_k_scale_stride_block, source_k_scale_stride_token, source_k_scale_stride_head;
+  int64_t source_v_scale_stride_block, source_v_scale_stride_token, source_v_scale_stride_head;
+} pg_relayout_args;
 
 #ifdef __cplusplus
 #define PG_EXPORT extern "C" __attribute__((visibility("default")))
@@ -116,6 +159,9 @@ PG_EXPORT int64_t pagegen_attend_workspace(const pg_attend_args* args);
 PG_EXPORT int32_t pagegen_attend(const pg_attend_args* args);
 PG_EXPORT int32_t pagegen_write_kv(const pg_write_kv_args* args);
 PG_EXPORT int32_t pagegen_copy_blocks(const pg_copy_blocks_args* args);
+PG_EXPORT int32_t pagegen_gather_blocks(const pg_gather_blocks_args* args);
+PG_EXPORT int32_t pagegen_scatter_blocks(const pg_scatter_blocks_args* args);
+PG_EXPORT int32_t pagegen_relayout(const pg_relayout_args* args);
 
 #endif
 // Element types of tensors, and their exact conversions one at a time. Every ISA file builds on these.
@@ -255,6 +301,7 @@ SIMD_INLINE void load_pairs(const T* p, int n, V& even, V& odd) {
   }
 }
 
+
 SIMD_INLINE V sum4(V a, V b, V c, V d) {
   V r = zero();
   const float sums[4] = {sum(a), sum(b), sum(c), sum(d)};
@@ -296,6 +343,7 @@ using namespace simd;
 using T = float;        // q, out
 using C = float;  // cache
 
+constexpr int up(int n, int to) { return (n + to - 1) / to * to; }
 constexpr int KV_HEADS = 7, GROUP = 1;
 constexpr int D = 40, DV = 24, BLOCK = 3;
 constexpr int TILE_KV = 64, TILE_Q = 16, SPLIT_KV = 1024;
@@ -303,7 +351,6 @@ constexpr int ROW_BLOCK = 1, ROW_BLOCK_PACKED = 6;
 constexpr int PACK_ROWS = 16, PREFETCH = 1;
 constexpr bool CAUSAL = true;
 
-constexpr int up(int n, int to) { return (n + to - 1) / to * to; }
 constexpr int DP = up(D, W), DVP = up(DV, W);  // rows of scratch are whole vectors, zero-filled
 constexpr int TS = up(TILE_KV, W) + W;         // a row of scores; one vector of slack for unaligned stores
 // Up to this many query tokens one tile holds all rows of a sequence, and its tokens are split instead.
@@ -317,6 +364,16 @@ inline __attribute__((always_inline)) V load_dims(const U* p, int left) {
   return left >= W ? load(p) : load_n(p, left);
 }
 
+struct Range {
+  int64_t from, to;  // tokens
+};
+
+struct Tile {
+  int64_t t;  // its first token
+  int count;  // its tokens
+  const C *k[TILE_KV], *v[TILE_KV];  // where they begin
+};
+
 // What one thread works in. Sizes are compile-time facts, so the workspace is one multiplication.
 struct alignas(64) Scratch {
   float q[ROWS][DP];  // scaled by softmax scale * log2(e)
@@ -326,23 +383,34 @@ struct alignas(64) Scratch {
   int64_t limit[ROWS];  // tokens that a row sees
   float k_tile[D][TS];
   float v_tile[TILE_KV][DVP];
-  const C* k[PREFETCH + 1][TILE_KV];
-  const C* v[PREFETCH + 1][TILE_KV];
+  Tile tiles[PREFETCH + 1];
 };
 
 struct Sequence {
-  int64_t tokens, context, parts;  // parts: of the context in decode, 1 in prefill
+  int64_t tokens, context;
+  int64_t shared;  // parts of the shared prefix: only where the rows are too few for a tile of their own
+  int64_t from;    // its own parts begin here: behind that prefix, and not before the window
+  int64_t parts;   // all: of the context in decode, 1 in prefill
 };
+
+inline int64_t parts_of(int64_t tokens) { return (tokens + SPLIT_KV - 1) / SPLIT_KV; }
+
+// Tokens of the shared prefix that are computed for many sequences at once.
+inline int64_t prefix_of(const pg_attend_args& a) {
+  return a.shared_prefix_len;
+}
 
 inline Sequence sequence(const pg_attend_args& a, int64_t s) {
   const int64_t tokens = a.cu_seqlens_q[s + 1] - a.cu_seqlens_q[s], context = a.context_lens[s];
-  const int64_t parts = tokens <= SPLIT_Q ? std::max<int64_t>(1, (context + SPLIT_KV - 1) / SPLIT_KV) : 1;
-  return {tokens, context, parts};
+  if (tokens > SPLIT_Q) return {tokens, context, 0, 0, 1};
+  int64_t from = prefix_of(a);
+  const int64_t shared = parts_of(from);
+  return {tokens, context, shared, from, shared + std::max<int64_t>(1, parts_of(context) - from / SPLIT_KV)};
 }
 
 inline int64_t items_of(const Sequence& seq) {
   if (seq.tokens == 0) return 0;
-  return KV_HEADS * (seq.tokens <= SPLIT_Q ? seq.parts : (seq.tokens + TILE_Q - 1) / TILE_Q);
+  return KV_HEADS * (seq.tokens <= SPLIT_Q ? seq.parts - seq.shared : (seq.tokens + TILE_Q - 1) / TILE_Q);
 }
 
 inline int64_t part_rows_of(const Sequence& seq) {
@@ -352,11 +420,14 @@ inline int64_t part_rows_of(const Sequence& seq) {
 int32_t validate(const pg_attend_args& a) {
   if (a.size < sizeof(pg_attend_args)) return PG_E_SIZE;
   if (a.cu_seqlens_q[0] != 0 || a.cu_seqlens_q[a.num_seqs] > a.num_tokens) return PG_E_CU_SEQLENS;
+  if (a.shared_prefix_len < 0 || a.shared_prefix_len % BLOCK) return PG_E_PREFIX;
   for (int64_t s = 0; s < a.num_seqs; ++s) {
     if (a.cu_seqlens_q[s + 1] < a.cu_seqlens_q[s]) return PG_E_CU_SEQLENS;
     const int64_t context = a.context_lens[s];
     if (context < 0 || context > a.table_width * BLOCK) return PG_E_CONTEXT;
+    if (context < a.shared_prefix_len) return PG_E_PREFIX;
     const int32_t* table = a.block_table + s * a.block_table_stride;
+    if (!std::equal(table, table + a.shared_prefix_len / BLOCK, a.block_table)) return PG_E_PREFIX;
     uint32_t highest = 0;  // as unsigned, a negative id is the highest of all
     const int64_t blocks = (context + BLOCK - 1) / BLOCK;
     for (int64_t b = 0; b < blocks; ++b) highest = std::max(highest, uint32_t(table[b]));
@@ -365,22 +436,33 @@ int32_t validate(const pg_attend_args& a) {
   return PG_OK;
 }
 
-// The workspace: first item and first part row of each sequence, one Scratch a thread, the parts.
+// The workspace: first item, part row and sharing query token of each sequence, one Scratch a thread, the parts.
 struct Workspace {
-  int64_t *first_item, *first_part;
+  int64_t *first_item, *first_part, *first_sharing;
   Scratch* scratch;
   float* parts;
   int64_t bytes;
 
   Workspace(const pg_attend_args& a, int64_t part_rows) {
-    const int64_t prefix = int64_t(sizeof(int64_t)) * (a.num_seqs + 1), prefixes = (2 * prefix + 63) / 64 * 64;
+    const int64_t prefix = int64_t(sizeof(int64_t)) * (a.num_seqs + 1), prefixes = (3 * prefix + 63) / 64 * 64;
     const int64_t scratches = int64_t(sizeof(Scratch)) * std::max(1, a.num_threads);
     const uintptr_t base = uintptr_t(a.workspace);  // null while the size is being asked for
     first_item = reinterpret_cast<int64_t*>(base);
     first_part = reinterpret_cast<int64_t*>(base + prefix);
+    first_sharing = reinterpret_cast<int64_t*>(base + 2 * prefix);
     scratch = reinterpret_cast<Scratch*>(base + prefixes);
     parts = reinterpret_cast<float*>(base + prefixes + scratches);
     bytes = prefixes + scratches + part_rows * PART * int64_t(sizeof(float));
+  }
+
+  // The sequence in which the item, or sharing query token, of this index lies.
+  static int64_t sequence_of(const pg_attend_args& a, const int64_t* first, int64_t index) {
+    return std::upper_bound(first, first + a.num_seqs + 1, index) - first - 1;
+  }
+
+  // Where a part of a row lies; `row` counts in the sequence.
+  float* part(int64_t s, const Sequence& seq, int64_t head, int64_t piece, int64_t row) const {
+    return parts + (first_part[s] + (head * seq.parts + piece) * seq.tokens * GROUP + row) * PART;
   }
 };
 
@@ -395,53 +477,55 @@ inline void row_blocks(int rows, F f, int row = 0) {
   }
 }
 
-// Where `count` tokens from `t` on begin, through the block table.
-inline void locate(const pg_attend_args& a, const int32_t* table, int64_t head, int64_t t, int count, const C** k, const C** v) {
+// Makes `tile` the tokens from t on, of those in `range`: where each begins, through the block table.
+inline void locate(const pg_attend_args& a, const int32_t* table, int64_t head, int64_t t, Range range, Tile& tile) {
   const C* k_head = static_cast<const C*>(a.k_cache) + head * a.k_stride_head;
   const C* v_head = static_cast<const C*>(a.v_cache) + head * a.v_stride_head;
+  const int count = int(std::clamp<int64_t>(range.to - t, 0, TILE_KV));
+  tile.t = t;
+  tile.count = count;
   for (int i = 0; i < count;) {
     const int64_t block = table[(t + i) / BLOCK];  // 64 bits before any multiplication
     const int in_block = int((t + i) % BLOCK), run = std::min(count - i, BLOCK - in_block);
     const C* k_token = k_head + block * a.k_stride_block + in_block * a.k_stride_token;
     const C* v_token = v_head + block * a.v_stride_block + in_block * a.v_stride_token;
     for (int j = 0; j < run; ++j, ++i) {
-      k[i] = k_token + j * a.k_stride_token;
-      v[i] = v_token + j * a.v_stride_token;
+      tile.k[i] = k_token + j * a.k_stride_token;
+      tile.v[i] = v_token + j * a.v_stride_token;
     }
   }
 }
 
-// Tokens from `i` on, up to `count`, that lie in one block.
-[[maybe_unused]] inline int run_of(int64_t t, int i, int count) { return std::min(count - i, BLOCK - int((t + i) % BLOCK)); }
+// Tokens from `i` on, up to the end of the tile, that lie in one block.
+[[maybe_unused]] inline int run_of(const Tile& tile, int i) { return std::min(tile.count - i, BLOCK - int((tile.t + i) % BLOCK)); }
 
-inline void fetch(const C* const* k, const C* const* v, int count) {
-  for (int i = 0; i < count; ++i) {
+inline void fetch(const Tile& tile) {
+  for (int i = 0; i < tile.count; ++i) {
   }
-  (void)k, (void)v;
 }
 
 
 // K of a tile to fp32, dim-major: k_tile[d][token].
-inline void pack_k(Scratch& w, const C* const* k, int count, int64_t t, const pg_attend_args& a) {
-  for (int i = 0; i < count;) {
-    const int n = run_of(t, i, count);
+inline void pack_k(Scratch& w, const Tile& tile, const pg_attend_args& a) {
+  for (int i = 0; i < tile.count;) {
+    const int n = run_of(tile, i);
     for (int d = 0; d < D; ++d) {
-      const C* p = k[i] + d / 8 * a.k_stride_dim + d % 8;
+      const C* p = tile.k[i] + d / 8 * a.k_stride_dim + d % 8;
       for (int j = 0; j < n; ++j) w.k_tile[d][i + j] = widen(p[j * 8]);
     }
     i += n;
   }
   for (int d = 0; d < D; ++d)
-    for (int i = count; i < up(count, 2 * W) && i < TS; ++i) w.k_tile[d][i] = 0;
+    for (int i = tile.count; i < up(tile.count, 2 * W) && i < TS; ++i) w.k_tile[d][i] = 0;
 }
 
 // V of a tile to fp32, token-major: v_tile[token][d].
-inline void pack_v(Scratch& w, const C* const* v, int count, int64_t t, const pg_attend_args& a) {
-  for (int i = 0; i < count;) {
-    const int n = std::min(W, run_of(t, i, count));
+inline void pack_v(Scratch& w, const Tile& tile, const pg_attend_args& a) {
+  for (int i = 0; i < tile.count;) {
+    const int n = std::min(W, run_of(tile, i));
     for (int d = 0; d < DV; d += W) {
       V rows[W];
-      for (int j = 0; j < W; ++j) rows[j] = d + j < DV ? load_dims(v[i] + (d + j) * a.v_stride_dim, n) : zero();
+      for (int j = 0; j < W; ++j) rows[j] = d + j < DV ? load_dims(tile.v[i] + (d + j) * a.v_stride_dim, n) : zero();
       transpose(rows);
       for (int j = 0; j < n; ++j) store(&w.v_tile[i + j][d], rows[j]);
     }
@@ -470,10 +554,16 @@ inline void score_packed(Scratch& w, int row, int count) {
   }
 }
 
+// Keys of the tile up to the last that a row sees.
+inline int seen_of(const Scratch& w, int row, const Tile& tile) {
+  return int(std::clamp<int64_t>(w.limit[row] - tile.t, 0, tile.count));
+}
+
+
 // One online-softmax step of a row: scores become weights; weights of tokens that the row does not see are 0.
-inline void softmax_step(Scratch& w, int row, int64_t t, int count) {
+inline void softmax_step(Scratch& w, int row, const Tile& tile) {
   float* s = w.s[row];
-  const int seen = int(std::clamp<int64_t>(w.limit[row] - t, 0, count));
+  const int count = tile.count, seen = seen_of(w, row, tile);
   V highest = set1(NONE);
   for (int i = 0; i < seen; i += W) {
     V v = load(s + i);
@@ -499,23 +589,20 @@ inline void softmax_step(Scratch& w, int row, int64_t t, int count) {
   w.m[row] = m;
 }
 
-// o[r] = o[r] * alpha[r] + weights[r] . V, for R rows; `v(i)` gives token i's row. PADDED rows are whole vectors.
-template <int R, bool PADDED, class F>
-inline void accumulate(Scratch& w, int row, int count, F v) {
+// o[r] = o[r] * alpha[r] + weights[r] . V, for R rows; `v(i, d)` gives W dims of token i, from dim d on.
+template <int R, class F>
+inline void accumulate(Scratch& w, int row, const Tile& tile, F v) {
   constexpr int CHUNKS = DVP / W, BUDGET = (W == 16 ? 24 : 12) / R;  // accumulators that stay in registers
   constexpr int STEP = std::clamp(BUDGET, 1, CHUNKS);
+  const int count = tile.count;
   for (int c0 = 0; c0 < CHUNKS; c0 += STEP) {
     V acc[R][STEP];
     for (int r = 0; r < R; ++r)
       for (int c = 0; c < STEP; ++c)
         acc[r][c] = c0 + c < CHUNKS ? mul(load(&w.o[row + r][(c0 + c) * W]), set1(w.alpha[row + r])) : zero();
     for (int i = 0; i < count; ++i) {
-      const auto* p = v(i);
       V vv[STEP];
-      for (int c = 0; c < STEP; ++c) {
-        const int d = (c0 + c) * W;
-        vv[c] = d >= DVP ? zero() : PADDED ? load(p + d) : load_dims(p + d, DV - d);
-      }
+      for (int c = 0; c < STEP; ++c) vv[c] = c0 + c < CHUNKS ? v(i, (c0 + c) * W) : zero();
       for (int r = 0; r < R; ++r) {
         const V weight = set1(w.s[row + r][i]);
         for (int c = 0; c < STEP; ++c) acc[r][c] = fma(weight, vv[c], acc[r][c]);
@@ -528,15 +615,16 @@ inline void accumulate(Scratch& w, int row, int count, F v) {
 }
 
 // All rows' scores of a tile, in place or packed.
-inline void scores(Scratch& w, int rows, [[maybe_unused]] bool packed, const C* const* k, int count, int64_t t, const pg_attend_args& a) {
-  pack_k(w, k, count, t, a);
-  row_blocks<ROW_BLOCK_PACKED>(rows, [&](auto r, int row) { score_packed<r>(w, row, count); });
+inline void scores(Scratch& w, int rows, [[maybe_unused]] bool packed, const Tile& tile, const pg_attend_args& a) {
+  pack_k(w, tile, a);
+  row_blocks<ROW_BLOCK_PACKED>(rows, [&](auto r, int row) { score_packed<r>(w, row, tile.count); });
 }
 
 // All rows' weighted sums of a tile's values, in place or packed.
-inline void values(Scratch& w, int rows, [[maybe_unused]] bool packed, const C* const* v, int count, int64_t t, const pg_attend_args& a) {
-  pack_v(w, v, count, t, a);
-  row_blocks<ROW_BLOCK_PACKED>(rows, [&](auto r, int row) { accumulate<r, true>(w, row, count, [&](int i) { return w.v_tile[i]; }); });
+inline void values(Scratch& w, int rows, [[maybe_unused]] bool packed, const Tile& tile, const pg_attend_args& a) {
+  pack_v(w, tile, a);
+  const auto v = [&](int i, int d) { return load(&w.v_tile[i][d]); };
+  row_blocks<ROW_BLOCK_PACKED>(rows, [&](auto r, int row) { accumulate<r>(w, row, tile, v); });
 }
 
 // --- one work item ----------------------------------------------------------------------------------------------------
@@ -545,40 +633,44 @@ inline const T* q_row(const pg_attend_args& a, int64_t token, int64_t head) {
   return static_cast<const T*>(a.q) + token * a.q_stride_token + head * a.q_stride_head;
 }
 
-// Loads rows of query tokens [first, first + tokens) of sequence s, KV head `head`; row = token * GROUP + query head.
-void begin(Scratch& w, const pg_attend_args& a, int64_t s, const Sequence& seq, int64_t head, int64_t first, int tokens) {
+inline void clear(Scratch& w, int row) {
+  std::fill(w.o[row], w.o[row] + DVP, 0.0f);
+  w.m[row] = NONE;
+  w.l[row] = 0.0f;
+}
+
+// Loads rows of query tokens [first, first + tokens) of sequence s, KV head `head`, as the item's tokens from `at` on;
+// row = token * GROUP + query head.
+void begin(Scratch& w, const pg_attend_args& a, int64_t s, const Sequence& seq, int64_t head, int64_t first, int tokens, int at = 0) {
   const V scale = set1(a.scale * LOG2E);
   for (int i = 0; i < tokens; ++i) {
     const int64_t position = seq.context - seq.tokens + first + i;
     for (int g = 0; g < GROUP; ++g) {
-      const int row = i * GROUP + g;
+      const int row = (at + i) * GROUP + g;
       const T* q = q_row(a, a.cu_seqlens_q[s] + first + i, head * GROUP + g);
       for (int d = 0; d < D; d += W) store(&w.q[row][d], mul(load_dims(q + d, D - d), scale));
-      std::fill(w.o[row], w.o[row] + DVP, 0.0f);
-      w.m[row] = NONE;
-      w.l[row] = 0.0f;
-      w.limit[row] = CAUSAL ? std::clamp<int64_t>(position + 1, 0, seq.context) : seq.context;
+      clear(w, row);
+      w.limit[row] = std::clamp<int64_t>(position + 1, 0, seq.context);
     }
   }
 }
 
-// Attends `rows` rows to tokens [begin, end) of sequence s.
-void run(Scratch& w, const pg_attend_args& a, int64_t s, int64_t head, int rows, int64_t from, int64_t to) {
+// Attends `rows` rows to those tokens of `range`, in sequence s, that they see.
+void run(Scratch& w, const pg_attend_args& a, int64_t s, int64_t head, int rows, Range range) {
   const int32_t* table = a.block_table + s * a.block_table_stride;
   const bool packed = rows >= PACK_ROWS;
-  to = std::min(to, w.limit[rows - 1]);  // the last row sees most
-  const auto tile = [&](int64_t t) { return int(std::clamp<int64_t>(to - t, 0, TILE_KV)); };
-  const auto slot = [&](int64_t t) { return int((t - from) / TILE_KV % (PREFETCH + 1)); };
-  for (int64_t t = from; t < from + PREFETCH * TILE_KV; t += TILE_KV) locate(a, table, head, t, tile(t), w.k[slot(t)], w.v[slot(t)]);
-  for (int64_t t = from; t < to; t += TILE_KV) {
-    const int64_t ahead = t + PREFETCH * TILE_KV;
-    locate(a, table, head, ahead, tile(ahead), w.k[slot(ahead)], w.v[slot(ahead)]);
-    if (PREFETCH > 0) fetch(w.k[slot(ahead)], w.v[slot(ahead)], tile(ahead));
-    const int count = tile(t);
-    const C *const *k = w.k[slot(t)], *const *v = w.v[slot(t)];
-    scores(w, rows, packed, k, count, t, a);
-    for (int row = 0; row < rows; ++row) softmax_step(w, row, t, count);
-    values(w, rows, packed, v, count, t, a);
+  range.to = std::min(range.to, *std::max_element(w.limit, w.limit + rows));
+  const int64_t from = range.from;
+  const auto tile_at = [&](int64_t t) -> Tile& { return w.tiles[(t - from) / TILE_KV % (PREFETCH + 1)]; };
+  for (int64_t t = from; t < from + PREFETCH * TILE_KV; t += TILE_KV) locate(a, table, head, t, range, tile_at(t));
+  for (int64_t t = from; t < range.to; t += TILE_KV) {
+    Tile& ahead = tile_at(t + PREFETCH * TILE_KV);
+    locate(a, table, head, t + PREFETCH * TILE_KV, range, ahead);
+    if (PREFETCH > 0) fetch(ahead);
+    const Tile& tile = tile_at(t);
+    scores(w, rows, packed, tile, a);
+    for (int row = 0; row < rows; ++row) softmax_step(w, row, tile);
+    values(w, rows, packed, tile, a);
   }
 }
 
@@ -594,8 +686,44 @@ void finish(const pg_attend_args& a, int64_t token, int64_t head, const float* o
   a.lse[token * a.lse_stride_token + head * a.lse_stride_head] = l == 0.0f ? NONE : m * LN2 + std::log(l);
 }
 
+// Adds a part of a row to those merged before it. Not inlined: prefill and decode must round alike.
+__attribute__((noinline)) void fold(float* merged, const float* o, float m, float l) {
+  const float highest = std::max(merged[DVP], m);
+  if (highest == NONE) return;
+  const V before = exp2(set1(merged[DVP] - highest)), weight = exp2(set1(m - highest));
+  for (int d = 0; d < DVP; d += W) store(merged + d, fma(weight, load(o + d), mul(before, load(merged + d))));
+  merged[DVP + 1] = top(before) * merged[DVP + 1] + top(weight) * l;
+  merged[DVP] = highest;
+}
+
+// Stores what an item gave a row as a part of it.
+void keep_part(const Scratch& w, int row, float* part) {
+  std::copy(w.o[row], w.o[row] + DVP, part);
+  part[DVP] = w.m[row];
+  part[DVP + 1] = w.l[row];
+}
+
+// A part of the shared prefix, for a tile of the query tokens of all sequences that share it.
+void prefix_item(const pg_attend_args& a, const Workspace& ws, Scratch& w, int64_t index) {
+  const int64_t sharing = ws.first_sharing[a.num_seqs], tiles = (sharing + TILE_Q - 1) / TILE_Q;
+  const int64_t first = index % tiles * TILE_Q, head = index / tiles % KV_HEADS, piece = index / tiles / KV_HEADS;
+  const int tokens = int(std::min<int64_t>(TILE_Q, sharing - first));
+  const auto each = [&](auto f) {
+    for (int i = 0; i < tokens; ++i) {
+      const int64_t s = ws.sequence_of(a, ws.first_sharing, first + i);
+      f(i, s, sequence(a, s), first + i - ws.first_sharing[s]);
+    }
+  };
+  each([&](int i, int64_t s, const Sequence& seq, int64_t token) { begin(w, a, s, seq, head, token, 1, i); });
+  run(w, a, 0, head, tokens * GROUP, {piece * SPLIT_KV, std::min((piece + 1) * SPLIT_KV, prefix_of(a))});
+  each([&](int i, int64_t s, const Sequence& seq, int64_t token) {
+    for (int g = 0; g < GROUP; ++g) keep_part(w, i * GROUP + g, ws.part(s, seq, head, piece, token * GROUP + g));
+  });
+}
+
 void item(const pg_attend_args& a, const Workspace& ws, Scratch& w, int64_t index) {
-  const int64_t s = std::upper_bound(ws.first_item, ws.first_item + a.num_seqs + 1, index) - ws.first_item - 1;
+  if (index < ws.first_item[0]) return prefix_item(a, ws, w, index);
+  const int64_t s = ws.sequence_of(a, ws.first_item, index);
   const Sequence seq = sequence(a, s);
   const int64_t local = index - ws.first_item[s];
   const bool split = seq.tokens <= SPLIT_Q;
@@ -603,36 +731,27 @@ void item(const pg_attend_args& a, const Workspace& ws, Scratch& w, int64_t inde
   const int64_t first = split ? 0 : piece * TILE_Q;
   const int tokens = int(std::min<int64_t>(TILE_Q, seq.tokens - first)), rows = tokens * GROUP;
   begin(w, a, s, seq, head, first, tokens);
-  const int64_t from = split ? piece * SPLIT_KV : 0, to = split ? std::min(from + SPLIT_KV, seq.context) : seq.context;
-  run(w, a, s, head, rows, from, to);
-  for (int row = 0; row < rows; ++row) {
-    if (seq.parts == 1) {
-      finish(a, a.cu_seqlens_q[s] + first + row / GROUP, head * GROUP + row % GROUP, w.o[row], w.m[row], w.l[row]);
-    } else {
-      float* part = ws.parts + (ws.first_part[s] + (head * seq.parts + piece) * rows + row) * PART;
-      std::copy(w.o[row], w.o[row] + DVP, part);
-      part[DVP] = w.m[row];
-      part[DVP + 1] = w.l[row];
-    }
+  if (seq.parts > 1) {
+    const int64_t from = (seq.from / SPLIT_KV + piece) * SPLIT_KV, to = std::min(from + SPLIT_KV, seq.context);
+    run(w, a, s, head, rows, {std::max(from, seq.from), to});
+    for (int row = 0; row < rows; ++row) keep_part(w, row, ws.part(s, seq, head, seq.shared + piece, row));
+    return;
   }
+  run(w, a, s, head, rows, {0, seq.context});
+  for (int row = 0; row < rows; ++row) finish(a, a.cu_seqlens_q[s] + first + row / GROUP, head * GROUP + row % GROUP, w.o[row], w.m[row], w.l[row]);
 }
 
 // Merges the parts of every row of sequence s and one KV head, in order of their tokens.
 void merge(const pg_attend_args& a, const Workspace& ws, int64_t s, int64_t head) {
   const Sequence seq = sequence(a, s);
-  const int64_t rows = seq.tokens * GROUP;
-  const float* parts = ws.parts + (ws.first_part[s] + head * seq.parts * rows) * PART;
-  for (int64_t row = 0; row < rows; ++row) {
-    float m = NONE, l = 0.0f;
-    for (int64_t p = 0; p < seq.parts; ++p) m = std::max(m, parts[(p * rows + row) * PART + DVP]);
-    alignas(64) float o[DVP] = {};
-    for (int64_t p = 0; m != NONE && p < seq.parts; ++p) {
-      const float* part = parts + (p * rows + row) * PART;
-      const V weight = exp2(set1(part[DVP] - m));
-      l += top(weight) * part[DVP + 1];
-      for (int d = 0; d < DVP; d += W) store(o + d, fma(weight, load(part + d), load(o + d)));
+  for (int64_t row = 0; row < seq.tokens * GROUP; ++row) {
+    alignas(64) float merged[PART] = {};
+    merged[DVP] = NONE;
+    for (int64_t p = 0; p < seq.parts; ++p) {
+      const float* part = ws.part(s, seq, head, p, row);
+      fold(merged, part, part[DVP], part[DVP + 1]);
     }
-    finish(a, a.cu_seqlens_q[s] + row / GROUP, head * GROUP + row % GROUP, o, m, l);
+    finish(a, a.cu_seqlens_q[s] + row / GROUP, head * GROUP + row % GROUP, merged, merged[DVP], merged[DVP + 1]);
   }
 }
 }  // namespace
@@ -651,15 +770,21 @@ PG_EXPORT int32_t pagegen_attend(const pg_attend_args* args) {
   const pg_attend_args& a = *args;
   const int32_t status = validate(a);
   if (status) return status;
-  int64_t part_rows = 0;
-  for (int64_t s = 0; s < a.num_seqs; ++s) part_rows += part_rows_of(sequence(a, s));
+  int64_t part_rows = 0, sharing = 0;
+  for (int64_t s = 0; s < a.num_seqs; ++s) {
+    const Sequence seq = sequence(a, s);
+    part_rows += part_rows_of(seq);
+    sharing += seq.shared ? seq.tokens : 0;
+  }
   const Workspace ws(a, part_rows);
   if (a.workspace_bytes < uint64_t(ws.bytes)) return PG_E_WORKSPACE;
-  ws.first_item[0] = ws.first_part[0] = 0;
+  ws.first_item[0] = parts_of(prefix_of(a)) * KV_HEADS * ((sharing + TILE_Q - 1) / TILE_Q);
+  ws.first_part[0] = ws.first_sharing[0] = 0;
   for (int64_t s = 0; s < a.num_seqs; ++s) {
     const Sequence seq = sequence(a, s);
     ws.first_item[s + 1] = ws.first_item[s] + items_of(seq);
     ws.first_part[s + 1] = ws.first_part[s] + part_rows_of(seq);
+    ws.first_sharing[s + 1] = ws.first_sharing[s] + (seq.shared ? seq.tokens : 0);
   }
   const int64_t items = ws.first_item[a.num_seqs];
 #pragma omp parallel num_threads(std::max(1, a.num_threads))

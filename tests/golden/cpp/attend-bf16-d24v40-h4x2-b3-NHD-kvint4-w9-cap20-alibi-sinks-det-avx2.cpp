@@ -1,0 +1,1002 @@
+// attend cpu:avx2 bf16-d24v40-h4x2-b3-NHD-kvint4-w9-cap20-alibi-sinks-det
+// tile_kv=64 tile_q=16 split_kv=1024 row_block=2 row_block_packed=6 pack_rows=16 prefetch=1
+//
+// A row is one query token of one query head. A work item is a tile of rows of one sequence that share a KV head,
+// and a range of that sequence's tokens: in decode the range is cut into parts of SPLIT_KV tokens, always at the same
+// places, so that a result does not depend on the batch; in prefill the rows are cut into tiles of TILE_Q tokens.
+// Each item runs an online softmax (Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867) over tiles of TILE_KV
+// tokens; parts of one row are merged by their maxima and sums at the end. Where all sequences begin alike, parts of that
+// prefix are items of their own, with rows of many sequences (cascade, as in Juravsky et al. 2024,
+// https://arxiv.org/abs/2402.05099).
+#include <algorithm>
+#include <type_traits>
+
+#include <omp.h>
+
+/* The C ABI between a generated kernel and whoever calls it (pagegen/kernel.py mirrors it with ctypes).
+ *
+ * Rules: plain C, no torch; strides count elements, sizes count bytes; `size` is the caller's sizeof, so that fields can
+ * be appended later without breaking older libraries; a function returns 0 or one of PG_E_*, and never aborts.
+ * A kernel allocates nothing and keeps no state: two threads may call it at once with different workspaces. */
+#ifndef PAGEGEN_ABI_H
+#define PAGEGEN_ABI_H
+#include <stdint.h>
+
+#define PAGEGEN_ABI_VERSION 1
+
+enum {
+  PG_OK = 0,
+  PG_E_SIZE = 1,       /* the args struct is smaller than this library needs */
+  PG_E_WORKSPACE = 2,  /* workspace_bytes is below what *_workspace() answered */
+  PG_E_CU_SEQLENS = 3, /* cu_seqlens_q does not start at 0, decreases, or runs past num_tokens */
+  PG_E_CONTEXT = 4,    /* a context length is negative or beyond the block table */
+  PG_E_BLOCK_ID = 5,   /* a block id that is needed lies outside the cache */
+  PG_E_SLOT = 6,       /* a slot is below -1 or outside the cache */
+  PG_E_PREFIX = 7,     /* shared_prefix_len exceeds a context, or the tables do not begin alike */
+  PG_E_POSITION = 8,   /* a position lies outside cos_sin */
+};
+
+typedef struct pg_attend_args {
+  uint64_t size;
+  const void* q;               /* [num_tokens, q_heads, head_dim] */
+  void* out;                   /* [num_tokens, q_heads, head_dim_v] */
+  float* lse;                  /* [num_tokens, q_heads], natural log; used only if the spec asks for it */
+  const void* k_cache;
+  const void* v_cache;
+  const int32_t* block_table;  /* [num_seqs, table_width]; entries past the context are never read */
+  const int32_t* context_lens; /* [num_seqs] keys of each sequence, this step's included */
+  const int32_t* cu_seqlens_q; /* [num_seqs + 1] */
+  void* workspace;             /* 64-byte aligned */
+  uint64_t workspace_bytes;
+  int64_t num_tokens, num_seqs, num_blocks, table_width;
+  int64_t q_stride_token, q_stride_head;
+  int64_t out_stride_token, out_stride_head;
+  int64_t lse_stride_token, lse_stride_head;
+  int64_t k_stride_block, k_stride_token, k_stride_head, k_stride_dim; /* dim: one step of head_dim / x */
+  int64_t v_stride_block, v_stride_token, v_stride_head, v_stride_dim;
+  int64_t block_table_stride;
+  float scale;
+  int32_t num_threads;
+  const float *k_scale, *v_scale, *k_zero, *v_zero; /* of a quantised cache: (stored - zero) * scale */
+  int64_t k_scale_stride_block, k_scale_stride_token, k_scale_stride_head; /* 0 where one scale serves all */
+  int64_t v_scale_stride_block, v_scale_stride_token, v_scale_stride_head;
+  const float* alibi_slopes;   /* [q_heads] */
+  const float* sinks;          /* [q_heads] */
+  const uint8_t* mask;         /* [num_tokens, mask_width]: column j is key context - mask_width + j */
+  int64_t mask_stride_token, mask_width;
+  int64_t shared_prefix_len;   /* tokens that all sequences share, a multiple of the block size; 0: none */
+} pg_attend_args;
+
+typedef struct pg_write_kv_args {
+  uint64_t size;
+  const void* k;               /* [num_tokens, kv_heads, head_dim] */
+  const void* v;               /* [num_tokens, kv_heads, head_dim_v] */
+  void* k_cache;
+  void* v_cache;
+  const int64_t* slot_mapping; /* [num_tokens]; -1 skips the token */
+  int64_t num_tokens, num_blocks;
+  int64_t src_k_stride_token, src_k_stride_head, src_v_stride_token, src_v_stride_head;
+  int64_t k_stride_block, k_stride_token, k_stride_head, k_stride_dim;
+  int64_t v_stride_block, v_stride_token, v_stride_head, v_stride_dim;
+  int32_t num_threads, reserved;
+  float *k_scale, *v_scale, *k_zero, *v_zero; /* of a quantised cache; a scale a token and head is written */
+  int64_t k_scale_stride_block, k_scale_stride_token, k_scale_stride_head; /* 0 where one scale serves all */
+  int64_t v_scale_stride_block, v_scale_stride_token, v_scale_stride_head;
+  const void* q;               /* [num_tokens, q_heads, head_dim]; with rope */
+  void* q_out;                 /* the same shape; may be q */
+  const int64_t* positions;    /* [num_tokens] */
+  const float* cos_sin;        /* [max_positions, rotary_dim]: cosines, then sines */
+  const float *q_weight, *k_weight; /* [head_dim]; with q/k norm */
+  int64_t q_stride_token, q_stride_head, q_out_stride_token, q_out_stride_head, cos_sin_stride, max_positions;
+  float eps;
+  int32_t reserved2;
+} pg_write_kv_args;
+
+typedef struct pg_copy_blocks_args {
+  uint64_t size;
+  void* k_cache;
+  void* v_cache;
+  const int64_t* pairs;        /* [num_pairs, 2] source and destination block; no block is both */
+  int64_t num_pairs, num_blocks;
+  int64_t k_stride_block, k_stride_token, k_stride_head, k_stride_dim;
+  int64_t v_stride_block, v_stride_token, v_stride_head, v_stride_dim;
+  int32_t num_threads, reserved;
+  float *k_scale, *v_scale, *k_zero, *v_zero; /* of a quantised cache; a scale a token and head is copied too */
+  int64_t k_scale_stride_block, k_scale_stride_token, k_scale_stride_head; /* 0 where one scale serves all */
+  int64_t v_scale_stride_block, v_scale_stride_token, v_scale_stride_head;
+} pg_copy_blocks_args;
+
+/* gather_blocks copies blocks to rows, scatter_blocks rows to blocks. A row holds a block's K, its V unless that lies in
+ * K, and if each token has scales k_scale, v_scale, k_zero, v_zero: each dense, in its own order of dimensions. */
+typedef struct pg_stage_blocks_args {
+  uint64_t size;
+  void* k_cache;
+  void* v_cache;
+  const int64_t* blocks;       /* [num_rows] */
+  void* staging;               /* [num_rows, bytes of a block] */
+  int64_t num_rows, num_blocks, staging_stride; /* staging_stride counts bytes */
+  int64_t k_stride_block, k_stride_token, k_stride_head, k_stride_dim;
+  int64_t v_stride_block, v_stride_token, v_stride_head, v_stride_dim;
+  int32_t num_threads, reserved;
+  float *k_scale, *v_scale, *k_zero, *v_zero;
+  int64_t k_scale_stride_block, k_scale_stride_token, k_scale_stride_head;
+  int64_t v_scale_stride_block, v_scale_stride_token, v_scale_stride_head;
+} pg_stage_blocks_args;
+
+typedef pg_stage_blocks_args pg_gather_blocks_args, pg_scatter_blocks_args;
+
+typedef struct pg_relayout_args {
+  uint64_t size;
+  void* k_cache;
+  void* v_cache;
+  const void* source_k;        /* the other cache */
+  const void* source_v;
+  const int64_t* slots;        /* [num_pairs, 2] source and destination slot; -1 skips the pair */
+  int64_t num_pairs, num_blocks, source_num_blocks, source_block_size;
+  int64_t source_x;            /* dims of the source's K that are packed side by side */
+  int64_t k_stride_block, k_stride_token, k_stride_head, k_stride_dim;
+  int64_t v_stride_block, v_stride_token, v_stride_head, v_stride_dim;
+  int64_t source_k_stride_block, source_k_stride_token, source_k_stride_head, source_k_stride_dim;
+  int64_t source_v_stride_block, source_v_stride_token, source_v_stride_head, source_v_stride_dim;
+  int32_t num_threads, reserved;
+  float *k_scale, *v_scale, *k_zero, *v_zero;
+  int64_t k_scale_stride_block, k_scale_stride_token, k_scale_stride_head;
+  int64_t v_scale_stride_block, v_scale_stride_token, v_scale_stride_head;
+  const float *source_k_scale, *source_v_scale, *source_k_zero, *source_v_zero;
+  int64_t source_k_scale_stride_block, source_k_scale_stride_token, source_k_scale_stride_head;
+  int64_t source_v_scale_stride_block, source_v_scale_stride_token, source_v_scale_stride_head;
+} pg_relayout_args;
+
+#ifdef __cplusplus
+#define PG_EXPORT extern "C" __attribute__((visibility("default")))
+#else
+#define PG_EXPORT extern
+#endif
+
+/* Which of these a library exports depends on its op. */
+PG_EXPORT int32_t pagegen_abi_version(void);
+PG_EXPORT int64_t pagegen_attend_workspace(const pg_attend_args* args);
+PG_EXPORT int32_t pagegen_attend(const pg_attend_args* args);
+PG_EXPORT int32_t pagegen_write_kv(const pg_write_kv_args* args);
+PG_EXPORT int32_t pagegen_copy_blocks(const pg_copy_blocks_args* args);
+PG_EXPORT int32_t pagegen_gather_blocks(const pg_gather_blocks_args* args);
+PG_EXPORT int32_t pagegen_scatter_blocks(const pg_scatter_blocks_args* args);
+PG_EXPORT int32_t pagegen_relayout(const pg_relayout_args* args);
+
+#endif
+// Element types of tensors, and their exact conversions one at a time. Every ISA file builds on these.
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+struct bf16 {
+  uint16_t bits;
+};
+struct fp16 {
+  uint16_t bits;
+};
+
+static inline float from_bits(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+static inline uint32_t to_bits(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+[[maybe_unused]] static inline float widen(float value) { return value; }
+
+[[maybe_unused]] static inline float widen(bf16 value) { return from_bits(uint32_t(value.bits) << 16); }
+
+[[maybe_unused]] static inline float widen(fp16 value) {
+  const uint32_t sign = uint32_t(value.bits & 0x8000) << 16;
+  const uint32_t rest = value.bits & 0x7fff;
+  if (rest >= 0x7c00) return from_bits(sign | 0x7f800000 | (rest & 0x3ff) << 13);  // infinity, NaN
+  if (rest < 0x400) return from_bits(sign | to_bits(float(rest) * 0x1p-24f));     // zero, subnormal
+  return from_bits(sign | ((rest << 13) + (112u << 23)));
+}
+
+// Rounds to nearest, ties to even, as torch does.
+[[maybe_unused]] static inline void narrow(float value, float* out) { *out = value; }
+
+[[maybe_unused]] static inline void narrow(float value, bf16* out) {
+  const uint32_t bits = to_bits(value);
+  out->bits = std::isnan(value) ? 0x7fc0 : uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+[[maybe_unused]] static inline void narrow(float value, fp16* out) {
+  const uint32_t sign = to_bits(value) >> 16 & 0x8000;
+  const float size = std::fabs(value);
+  uint32_t bits;
+  if (std::isnan(value)) {
+    bits = 0x7e00;
+  } else if (size >= 65520.0f) {  // halfway to the first value that is too large, and beyond
+    bits = 0x7c00;
+  } else if (size < 0x1p-14f) {  // subnormal: adding 0.5 aligns the last place at 2^-24 and lets the FPU round
+    bits = to_bits(size + 0.5f) - to_bits(0.5f);
+  } else {
+    const uint32_t wide = to_bits(size);
+    bits = (wide + 0xfff + (wide >> 13 & 1) - (112u << 23)) >> 13;
+  }
+  out->bits = uint16_t(sign | bits);
+}
+
+// 2^f on [-1/2, 1/2]: interpolation in Chebyshev nodes, degree 6; relative error 1.1e-7 in float arithmetic.
+static constexpr float EXP2_POLY[7] = {1.0f,          0x1.62e430p-1f, 0x1.ebfbe0p-3f, 0x1.c6aeccp-5f,
+                                       0x1.3b2a1cp-7f, 0x1.5f48c0p-10f, 0x1.444000p-13f};
+// 8-bit floats of a quantised KV cache, and their conversions one at a time. int8 is int8_t; int4 comes in pairs, uint8_t.
+// Formats: Micikevicius et al. 2022 (https://arxiv.org/abs/2209.05433): e4m3 has no infinity, and one NaN a sign.
+struct fp8_e4m3 {
+  uint8_t bits;
+};
+struct fp8_e5m2 {
+  uint8_t bits;
+};
+
+// Both fit into fp16: e5m2 is its upper byte, e4m3 has one exponent bit less, which leaves it 2^8 too small.
+[[maybe_unused]] static inline float widen(fp8_e5m2 value) { return widen(fp16{uint16_t(value.bits << 8)}); }
+
+[[maybe_unused]] static inline float widen(fp8_e4m3 value) {
+  if ((value.bits & 0x7f) == 0x7f) return NAN;
+  return 256.0f * widen(fp16{uint16_t((value.bits & 0x80) << 8 | (value.bits & 0x7f) << 7)});
+}
+
+[[maybe_unused]] static inline float widen(int8_t value) { return float(value); }
+
+// Rounds to nearest, ties to even; beyond `most` it saturates. Written without branches, for loops to vectorise.
+template <int MANTISSA, int BIAS>
+static inline uint8_t narrow_8_bit(float value, float most) {
+  constexpr int DROPPED = 23 - MANTISSA;
+  constexpr float LAST_PLACE = float(uint32_t(1) << (24 - BIAS - MANTISSA));  // its ulp is the smallest subnormal
+  const float size = std::fabs(value) < most ? std::fabs(value) : most;
+  const uint32_t wide = to_bits(size);
+  const uint32_t normal = (wide + (1u << (DROPPED - 1)) - 1 + (wide >> DROPPED & 1) - (uint32_t(127 - BIAS) << 23)) >> DROPPED;
+  const uint32_t subnormal = to_bits(size + LAST_PLACE) - to_bits(LAST_PLACE);
+  const uint32_t bits = size < 1.0f / float(uint32_t(1) << (BIAS - 1)) ? subnormal : normal;
+  return uint8_t((value != value ? 0x7f : bits) | (to_bits(value) >> 24 & 0x80));
+}
+
+[[maybe_unused]] static inline void narrow(float value, fp8_e4m3* out) { out->bits = narrow_8_bit<3, 7>(value, 448.0f); }
+[[maybe_unused]] static inline void narrow(float value, fp8_e5m2* out) { out->bits = narrow_8_bit<2, 15>(value, 57344.0f); }
+// AVX2 with FMA and F16C: 8 floats.
+#include <immintrin.h>
+
+namespace simd {
+using V = __m256;
+static constexpr int W = 8;
+#define SIMD_INLINE [[maybe_unused]] static inline __attribute__((always_inline))
+
+SIMD_INLINE V zero() { return _mm256_setzero_ps(); }
+SIMD_INLINE V set1(float x) { return _mm256_set1_ps(x); }
+SIMD_INLINE V add(V a, V b) { return _mm256_add_ps(a, b); }
+SIMD_INLINE V mul(V a, V b) { return _mm256_mul_ps(a, b); }
+SIMD_INLINE V max(V a, V b) { return _mm256_max_ps(a, b); }
+SIMD_INLINE V fma(V a, V b, V c) { return _mm256_fmadd_ps(a, b, c); }
+SIMD_INLINE float sum(V v) {
+  const __m128 half = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  const __m128 quarter = _mm_add_ps(half, _mm_movehl_ps(half, half));
+  return _mm_cvtss_f32(_mm_add_ss(quarter, _mm_movehdup_ps(quarter)));
+}
+SIMD_INLINE float top(V v) {
+  const __m128 half = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  const __m128 quarter = _mm_max_ps(half, _mm_movehl_ps(half, half));
+  return _mm_cvtss_f32(_mm_max_ss(quarter, _mm_movehdup_ps(quarter)));
+}
+
+SIMD_INLINE __m256i first(int n) {
+  return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+SIMD_INLINE V keep(V v, int n, float fill) { return _mm256_blendv_ps(set1(fill), v, _mm256_castsi256_ps(first(n))); }
+
+SIMD_INLINE V widen_bf16(__m128i v) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(v), 16)); }
+
+// There is no masked 16-bit load or store: a short copy through the stack keeps to the bytes that are ours.
+SIMD_INLINE __m128i load_halves(const void* p, int n) {
+  alignas(16) uint16_t copy[8] = {};
+  std::memcpy(copy, p, size_t(n) * 2);
+  return _mm_load_si128((const __m128i*)copy);
+}
+SIMD_INLINE void store_halves(void* p, __m128i v, int n) {
+  alignas(16) uint16_t copy[8];
+  _mm_store_si128((__m128i*)copy, v);
+  std::memcpy(p, copy, size_t(n) * 2);
+}
+
+SIMD_INLINE V load(const float* p) { return _mm256_loadu_ps(p); }
+SIMD_INLINE V load(const bf16* p) { return widen_bf16(_mm_loadu_si128((const __m128i*)p)); }
+SIMD_INLINE V load(const fp16* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
+SIMD_INLINE V load_n(const float* p, int n) { return _mm256_maskload_ps(p, first(n)); }
+SIMD_INLINE V load_n(const bf16* p, int n) { return widen_bf16(load_halves(p, n)); }
+SIMD_INLINE V load_n(const fp16* p, int n) { return _mm256_cvtph_ps(load_halves(p, n)); }
+
+SIMD_INLINE __m128i round_bf16(V v) {
+  const __m256i bits = _mm256_castps_si256(v);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  const __m256i even = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
+  const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
+  const __m256i wide = _mm256_blendv_epi8(_mm256_srli_epi32(even, 16), _mm256_set1_epi32(0x7fc0), nan);
+  return _mm_packus_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1));
+}
+SIMD_INLINE __m128i round_fp16(V v) { return _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+
+SIMD_INLINE void store(float* p, V v) { _mm256_storeu_ps(p, v); }
+SIMD_INLINE void store(bf16* p, V v) { _mm_storeu_si128((__m128i*)p, round_bf16(v)); }
+SIMD_INLINE void store(fp16* p, V v) { _mm_storeu_si128((__m128i*)p, round_fp16(v)); }
+SIMD_INLINE void store_n(float* p, V v, int n) { _mm256_maskstore_ps(p, first(n), v); }
+SIMD_INLINE void store_n(bf16* p, V v, int n) { store_halves(p, round_bf16(v), n); }
+SIMD_INLINE void store_n(fp16* p, V v, int n) { store_halves(p, round_fp16(v), n); }
+
+SIMD_INLINE __m256i load_words(const void* p, int n) {
+  return n == W ? _mm256_loadu_si256((const __m256i*)p) : _mm256_maskload_epi32((const int*)p, first(n));
+}
+SIMD_INLINE void load_pairs(const bf16* p, int n, V& even, V& odd) {
+  const __m256i both = load_words(p, n);
+  even = _mm256_castsi256_ps(_mm256_slli_epi32(both, 16));
+  odd = _mm256_castsi256_ps(_mm256_and_si256(both, _mm256_set1_epi32(int(0xffff0000))));
+}
+SIMD_INLINE __m128i low_halves(__m256i words) {
+  const __m256i low = _mm256_and_si256(words, _mm256_set1_epi32(0xffff));
+  return _mm_packus_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1));
+}
+SIMD_INLINE void load_pairs(const fp16* p, int n, V& even, V& odd) {
+  const __m256i both = load_words(p, n);
+  even = _mm256_cvtph_ps(low_halves(both));
+  odd = _mm256_cvtph_ps(low_halves(_mm256_srli_epi32(both, 16)));
+}
+
+SIMD_INLINE __m128i bytes(const void* p, int n) {
+  alignas(8) uint8_t copy[8] = {};
+  if (n < W) std::memcpy(copy, p, size_t(n));
+  return _mm_loadl_epi64((const __m128i*)(n < W ? copy : p));
+}
+SIMD_INLINE V load_n(const int8_t* p, int n) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes(p, n))); }
+SIMD_INLINE V load_n(const fp8_e5m2* p, int n) { return _mm256_cvtph_ps(_mm_slli_epi16(_mm_cvtepu8_epi16(bytes(p, n)), 8)); }
+SIMD_INLINE V load_n(const fp8_e4m3* p, int n) {
+  const __m128i wide = _mm_cvtepu8_epi16(bytes(p, n)), size = _mm_and_si128(wide, _mm_set1_epi16(0x7f));
+  const __m128i sign = _mm_slli_epi16(_mm_xor_si128(wide, size), 8);
+  const __m128i nan = _mm_cmpeq_epi16(size, _mm_set1_epi16(0x7f));
+  return mul(_mm256_cvtph_ps(_mm_or_si128(_mm_or_si128(sign, nan), _mm_slli_epi16(size, 7))), set1(256.0f));
+}
+SIMD_INLINE V load(const int8_t* p) { return load_n(p, W); }
+SIMD_INLINE V load(const fp8_e4m3* p) { return load_n(p, W); }
+SIMD_INLINE V load(const fp8_e5m2* p) { return load_n(p, W); }
+SIMD_INLINE void load_nibbles(const uint8_t* p, int n, V& low, V& high) {
+  const __m256i both = _mm256_cvtepu8_epi32(bytes(p, n));
+  low = _mm256_cvtepi32_ps(_mm256_and_si256(both, _mm256_set1_epi32(15)));
+  high = _mm256_cvtepi32_ps(_mm256_srli_epi32(both, 4));
+}
+
+SIMD_INLINE V sum4(V a, V b, V c, V d) { return _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d)); }
+SIMD_INLINE V join(const V* parts) {
+  return add(_mm256_permute2f128_ps(parts[0], parts[1], 0x20), _mm256_permute2f128_ps(parts[0], parts[1], 0x31));
+}
+
+// In place: lane j of rows[i] becomes lane i of rows[j].
+SIMD_INLINE void transpose(V* rows) {
+  V pairs[8], quads[8];
+  for (int i = 0; i < 8; i += 2) {
+    pairs[i] = _mm256_unpacklo_ps(rows[i], rows[i + 1]);
+    pairs[i + 1] = _mm256_unpackhi_ps(rows[i], rows[i + 1]);
+  }
+  for (int i = 0; i < 8; i += 4) {
+    for (int j = 0; j < 2; ++j) {
+      quads[i + 2 * j] = _mm256_shuffle_ps(pairs[i + j], pairs[i + j + 2], 0x44);
+      quads[i + 2 * j + 1] = _mm256_shuffle_ps(pairs[i + j], pairs[i + j + 2], 0xee);
+    }
+  }
+  for (int j = 0; j < 4; ++j) {
+    rows[j] = _mm256_permute2f128_ps(quads[j], quads[j + 4], 0x20);
+    rows[j + 4] = _mm256_permute2f128_ps(quads[j], quads[j + 4], 0x31);
+  }
+}
+
+SIMD_INLINE V exp2(V x) {
+  const V tiny = _mm256_cmp_ps(x, set1(-126.0f), _CMP_LT_OQ);  // below the normal range: 0
+  x = max(set1(-126.0f), x);  // in this order a NaN stays one
+  const V whole = _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const V f = _mm256_sub_ps(x, whole);
+  V y = set1(EXP2_POLY[6]);
+  for (int i = 5; i >= 0; --i) y = fma(y, f, set1(EXP2_POLY[i]));
+  const __m256i power = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(whole), _mm256_set1_epi32(127)), 23);
+  return _mm256_andnot_ps(tiny, mul(y, _mm256_castsi256_ps(power)));
+}
+}  // namespace simd
+
+namespace {
+using namespace simd;
+
+using T = bf16;        // q, out
+using C = uint8_t;  // cache
+
+constexpr int up(int n, int to) { return (n + to - 1) / to * to; }
+constexpr int KV_HEADS = 2, GROUP = 2;
+// The two halves of a head, which share bytes in the cache, are padded to whole vectors each.
+constexpr int HALF = 12, HALFV = 20;
+constexpr int D = 2 * up(HALF, W), DV = 2 * up(HALFV, W), BLOCK = 3;
+constexpr int TILE_KV = 64, TILE_Q = 16, SPLIT_KV = 1024;
+constexpr int ROW_BLOCK = 2, ROW_BLOCK_PACKED = 6;
+constexpr int PACK_ROWS = 16, PREFETCH = 1;
+constexpr bool CAUSAL = true;
+
+constexpr int DP = up(D, W), DVP = up(DV, W);  // rows of scratch are whole vectors, zero-filled
+constexpr int TS = up(TILE_KV, W) + W;         // a row of scores; one vector of slack for unaligned stores
+// Up to this many query tokens one tile holds all rows of a sequence, and its tokens are split instead.
+constexpr int SPLIT_Q = std::max(1, std::min(TILE_Q, PACK_ROWS / GROUP));
+constexpr int ROWS = TILE_Q * GROUP;
+constexpr int PART = DVP + 2;  // a merged part: unnormalised output, maximum, sum
+constexpr float LOG2E = 1.44269504088896341f, LN2 = 0.69314718055994531f, NONE = -INFINITY;
+
+template <class U>
+inline __attribute__((always_inline)) V load_dims(const U* p, int left) {
+  return left >= W ? load(p) : load_n(p, left);
+}
+
+// W dims from d on, counted with the padding, of a row with halves of H: of q, and of the cache as stored numbers.
+template <int H>
+inline __attribute__((always_inline)) V half_dims(const T* p, int d) {
+  const int in_half = d % up(H, W);
+  return load_dims(p + d / up(H, W) * H + in_half, H - in_half);
+}
+template <int H>
+inline __attribute__((always_inline)) V half_dims(const C* p, int d) {
+  const int in_half = d % up(H, W);
+  V low, high;
+  load_nibbles(p + in_half, std::min(W, H - in_half), low, high);
+  return add(d < up(H, W) ? low : high, set1(-8.0f));
+}
+
+namespace steps {
+[[maybe_unused]] inline float where(bool condition, float a, float b) { return condition ? a : b; }
+[[maybe_unused]] inline float min(float a, float b) { return a < b || a != a ? a : b; }  // a NaN on either side stays one
+[[maybe_unused]] inline float max(float a, float b) { return a > b || a != a ? a : b; }
+[[maybe_unused]] inline float abs(float x) { return std::fabs(x); }
+[[maybe_unused]] inline float sqrt(float x) { return std::sqrt(x); }
+[[maybe_unused]] inline float log(float x) { return std::log(x); }
+[[maybe_unused]] inline float floor(float x) { return std::floor(x); }
+
+// e^x = 2^n e^r with |r| <= ln 2 / 2, relative error below 3e-7. ln 2 in two parts (Cody and Waite 1980) keeps r exact.
+[[maybe_unused]] inline float exp(float x) {
+  x = x < -105.0f ? -105.0f : x > 89.0f ? 89.0f : x;  // they give 0 and infinity; a NaN stays one
+  const float shifted = x * LOG2E + 0x1.8p23f;         // its last bits hold n, rounded
+  const float n = shifted - 0x1.8p23f, r = (x - n * 0x1.62e4p-1f) - n * 0x1.7f7d1cp-20f, f = r * LOG2E;
+  float y = EXP2_POLY[6];
+  for (int i = 5; i >= 0; --i) y = y * f + EXP2_POLY[i];
+  const int32_t whole = int32_t(to_bits(shifted) - to_bits(0x1.8p23f)), half = whole >> 1;
+  return y * from_bits(uint32_t(half + 127) << 23) * from_bits(uint32_t(whole - half + 127) << 23);
+}
+
+// By e^-2|x|, and near 0, where that cancels, by the first five terms of its series; relative error below 5e-7.
+[[maybe_unused]] inline float tanh(float x) {
+  const float size = std::fabs(x), e = exp(-2.0f * size), square = x * x;
+  const float far = (1.0f - e) / (1.0f + e);
+  const float near = size * (1.0f + square * (-1 / 3.0f + square * (2 / 15.0f + square * (-17 / 315.0f + square * (62 / 2835.0f)))));
+  return std::copysign(size < 0.25f ? near : far, x);
+}
+}  // namespace steps
+
+struct Range {
+  int64_t from, to;  // tokens
+};
+
+struct Tile {
+  int64_t t;  // its first token
+  int count;  // its tokens
+  int hidden;  // tokens before the first that a row sees
+  const C *k[TILE_KV], *v[TILE_KV];  // where they begin
+  float k_scale[TS], v_scale[TS];
+};
+
+// What one thread works in. Sizes are compile-time facts, so the workspace is one multiplication.
+struct alignas(64) Scratch {
+  float q[ROWS][DP];  // scaled by softmax scale
+  float s[ROWS][TS];  // scores, then weights
+  float o[ROWS][DVP];
+  float m[ROWS], l[ROWS], alpha[ROWS];
+  float merged[ROWS][PART];  // parts so far
+  int64_t limit[ROWS];  // tokens that a row sees
+  int64_t first[ROWS];  // but not those before this one
+  int position[ROWS];
+  float k_tile[D][TS];
+  float v_tile[TILE_KV][DVP];
+  Tile tiles[PREFETCH + 1];
+};
+
+struct Sequence {
+  int64_t tokens, context;
+  int64_t shared;  // parts of the shared prefix: only where the rows are too few for a tile of their own
+  int64_t from;    // its own parts begin here: behind that prefix, and not before the window
+  int64_t parts;   // all: of the context in decode, 1 in prefill
+};
+
+inline int64_t parts_of(int64_t tokens) { return (tokens + SPLIT_KV - 1) / SPLIT_KV; }
+
+// Tokens of the shared prefix that are computed for many sequences at once.
+inline int64_t prefix_of(const pg_attend_args& a) {
+  return a.shared_prefix_len / SPLIT_KV * SPLIT_KV;  // whole parts only: splits stay where they are without a prefix
+}
+
+inline Sequence sequence(const pg_attend_args& a, int64_t s) {
+  const int64_t tokens = a.cu_seqlens_q[s + 1] - a.cu_seqlens_q[s], context = a.context_lens[s];
+  if (tokens > SPLIT_Q) return {tokens, context, 0, 0, 1};
+  int64_t from = prefix_of(a);
+  const int64_t shared = parts_of(from);
+  from = std::max(from, context - tokens + 1 - 9);
+  return {tokens, context, shared, from, shared + std::max<int64_t>(1, parts_of(context) - from / SPLIT_KV)};
+}
+
+inline int64_t items_of(const Sequence& seq) {
+  if (seq.tokens == 0) return 0;
+  return KV_HEADS * (seq.tokens <= SPLIT_Q ? seq.parts - seq.shared : (seq.tokens + TILE_Q - 1) / TILE_Q);
+}
+
+inline int64_t part_rows_of(const Sequence& seq) {
+  return seq.parts > 1 ? KV_HEADS * seq.parts * seq.tokens * GROUP : 0;
+}
+
+int32_t validate(const pg_attend_args& a) {
+  if (a.size < sizeof(pg_attend_args)) return PG_E_SIZE;
+  if (a.cu_seqlens_q[0] != 0 || a.cu_seqlens_q[a.num_seqs] > a.num_tokens) return PG_E_CU_SEQLENS;
+  if (a.shared_prefix_len < 0 || a.shared_prefix_len % BLOCK) return PG_E_PREFIX;
+  for (int64_t s = 0; s < a.num_seqs; ++s) {
+    if (a.cu_seqlens_q[s + 1] < a.cu_seqlens_q[s]) return PG_E_CU_SEQLENS;
+    const int64_t context = a.context_lens[s];
+    if (context < 0 || context > a.table_width * BLOCK) return PG_E_CONTEXT;
+    if (context < a.shared_prefix_len) return PG_E_PREFIX;
+    const int32_t* table = a.block_table + s * a.block_table_stride;
+    if (!std::equal(table, table + a.shared_prefix_len / BLOCK, a.block_table)) return PG_E_PREFIX;
+    uint32_t highest = 0;  // as unsigned, a negative id is the highest of all
+    const int64_t blocks = (context + BLOCK - 1) / BLOCK;
+    for (int64_t b = 0; b < blocks; ++b) highest = std::max(highest, uint32_t(table[b]));
+    if (blocks && highest >= uint64_t(a.num_blocks)) return PG_E_BLOCK_ID;
+  }
+  return PG_OK;
+}
+
+// The workspace: first item, part row and sharing query token of each sequence, one Scratch a thread, the parts.
+struct Workspace {
+  int64_t *first_item, *first_part, *first_sharing;
+  Scratch* scratch;
+  float* parts;
+  int64_t bytes;
+
+  Workspace(const pg_attend_args& a, int64_t part_rows) {
+    const int64_t prefix = int64_t(sizeof(int64_t)) * (a.num_seqs + 1), prefixes = (3 * prefix + 63) / 64 * 64;
+    const int64_t scratches = int64_t(sizeof(Scratch)) * std::max(1, a.num_threads);
+    const uintptr_t base = uintptr_t(a.workspace);  // null while the size is being asked for
+    first_item = reinterpret_cast<int64_t*>(base);
+    first_part = reinterpret_cast<int64_t*>(base + prefix);
+    first_sharing = reinterpret_cast<int64_t*>(base + 2 * prefix);
+    scratch = reinterpret_cast<Scratch*>(base + prefixes);
+    parts = reinterpret_cast<float*>(base + prefixes + scratches);
+    bytes = prefixes + scratches + part_rows * PART * int64_t(sizeof(float));
+  }
+
+  // The sequence in which the item, or sharing query token, of this index lies.
+  static int64_t sequence_of(const pg_attend_args& a, const int64_t* first, int64_t index) {
+    return std::upper_bound(first, first + a.num_seqs + 1, index) - first - 1;
+  }
+
+  // Where a part of a row lies; `row` counts in the sequence.
+  float* part(int64_t s, const Sequence& seq, int64_t head, int64_t piece, int64_t row) const {
+    return parts + (first_part[s] + (head * seq.parts + piece) * seq.tokens * GROUP + row) * PART;
+  }
+};
+
+// --- one tile ---------------------------------------------------------------------------------------------------------
+
+// Calls f(rows as a constant, first row) over `rows` rows in blocks of B, then once for what is left.
+template <int B, class F>
+inline void row_blocks(int rows, F f, int row = 0) {
+  for (; row + B <= rows; row += B) f(std::integral_constant<int, B>{}, row);
+  if constexpr (B > 1) {
+    if (row < rows) row_blocks<B - 1>(rows, f, row);
+  }
+}
+
+// Makes `tile` the tokens from t on, of those in `range`: where each begins, through the block table.
+inline void locate(const pg_attend_args& a, const int32_t* table, int64_t head, int64_t t, Range range, Tile& tile) {
+  const C* k_head = static_cast<const C*>(a.k_cache) + head * a.k_stride_head;
+  const C* v_head = static_cast<const C*>(a.v_cache) + head * a.v_stride_head;
+  const int count = int(std::clamp<int64_t>(range.to - t, 0, TILE_KV));
+  tile.t = t;
+  tile.count = count;
+  tile.hidden = int(std::clamp<int64_t>(range.from - t, 0, count));
+  for (int i = 0; i < count;) {
+    const int64_t block = table[(t + i) / BLOCK];  // 64 bits before any multiplication
+    const int in_block = int((t + i) % BLOCK), run = std::min(count - i, BLOCK - in_block);
+    const C* k_token = k_head + block * a.k_stride_block + in_block * a.k_stride_token;
+    const C* v_token = v_head + block * a.v_stride_block + in_block * a.v_stride_token;
+    int64_t k_scale = block * a.k_scale_stride_block + in_block * a.k_scale_stride_token + head * a.k_scale_stride_head;
+    int64_t v_scale = block * a.v_scale_stride_block + in_block * a.v_scale_stride_token + head * a.v_scale_stride_head;
+    for (int j = i; j < i + run; ++j, k_scale += a.k_scale_stride_token, v_scale += a.v_scale_stride_token) {
+      tile.k_scale[j] = a.k_scale[k_scale];
+      tile.v_scale[j] = a.v_scale[v_scale];
+    }
+    for (int j = 0; j < run; ++j, ++i) {
+      tile.k[i] = k_token + j * a.k_stride_token;
+      tile.v[i] = v_token + j * a.v_stride_token;
+    }
+  }
+  // Tokens that nobody sees: what lies there may be NaN, and 0 * NaN is.
+  std::fill(tile.v_scale, tile.v_scale + tile.hidden, 0.0f);
+  std::fill(tile.v_scale + count, tile.v_scale + up(count, W), 0.0f);
+}
+
+// Tokens from `i` on, up to the end of the tile, that lie in one block.
+[[maybe_unused]] inline int run_of(const Tile& tile, int i) { return std::min(tile.count - i, BLOCK - int((tile.t + i) % BLOCK)); }
+
+inline void fetch(const Tile& tile) {
+  for (int i = 0; i < tile.count; ++i) {
+    for (int byte = 0; byte < 12; byte += 64) __builtin_prefetch(reinterpret_cast<const char*>(tile.k[i]) + byte);
+    for (int byte = 0; byte < 20; byte += 64) __builtin_prefetch(reinterpret_cast<const char*>(tile.v[i]) + byte);
+  }
+}
+
+// Scores of R rows against token-major K in place: W dot products at a time, summed across lanes together.
+template <int R>
+inline void score(Scratch& w, int row, const Tile& tile, const pg_attend_args&) {
+  const int count = tile.count;
+  for (int t = 0; t < count; t += W) {
+    V parts[R][W / 4];
+    for (int g = 0; g < W / 4; ++g) {
+      const C* p[4];
+      for (int j = 0; j < 4; ++j) p[j] = tile.k[std::min(t + 4 * g + j, count - 1)];  // past the end: any token, masked later
+      V acc[R][4];
+      for (int r = 0; r < R; ++r)
+        for (int j = 0; j < 4; ++j) acc[r][j] = zero();
+#pragma GCC unroll 16
+      for (int d = 0; d < D; d += W) {
+        V kv[4];
+        for (int j = 0; j < 4; ++j) kv[j] = half_dims<HALF>(p[j], d);
+        for (int r = 0; r < R; ++r) {
+          const V q = load(&w.q[row + r][d]);
+          for (int j = 0; j < 4; ++j) acc[r][j] = fma(q, kv[j], acc[r][j]);
+        }
+      }
+      for (int r = 0; r < R; ++r) parts[r][g] = sum4(acc[r][0], acc[r][1], acc[r][2], acc[r][3]);
+    }
+    for (int r = 0; r < R; ++r) store(&w.s[row + r][t], join(parts[r]));
+  }
+}
+
+// K of a tile to fp32, dim-major: k_tile[d][token].
+inline void pack_k(Scratch& w, const Tile& tile, const pg_attend_args& a) {
+  for (int i = 0; i < tile.count; i += W) {
+    for (int d = 0; d < D; d += W) {
+      V rows[W];
+      for (int j = 0; j < W; ++j) rows[j] = i + j < tile.count ? half_dims<HALF>(tile.k[i + j], d) : zero();
+      transpose(rows);
+      for (int j = 0; j < std::min(W, D - d); ++j) store(&w.k_tile[d + j][i], rows[j]);
+    }
+  }
+  (void)a;
+}
+
+// V of a tile to fp32, token-major: v_tile[token][d].
+inline void pack_v(Scratch& w, const Tile& tile, const pg_attend_args& a) {
+  for (int i = 0; i < tile.count; ++i)
+    for (int d = 0; d < DV; d += W) store(&w.v_tile[i][d], half_dims<HALFV>(tile.v[i], d));
+  (void)a;
+}
+
+// Scores of R rows against the packed tile.
+template <int R>
+inline void score_packed(Scratch& w, int row, int count) {
+  constexpr int VECTORS = TILE_KV >= 2 * W ? 2 : 1;
+  for (int t = 0; t < count; t += VECTORS * W) {
+    V acc[R][VECTORS];
+    for (int r = 0; r < R; ++r)
+      for (int c = 0; c < VECTORS; ++c) acc[r][c] = zero();
+    for (int d = 0; d < D; ++d) {
+      V k[VECTORS];
+      for (int c = 0; c < VECTORS; ++c) k[c] = load(&w.k_tile[d][t + c * W]);
+      for (int r = 0; r < R; ++r) {
+        const V q = set1(w.q[row + r][d]);
+        for (int c = 0; c < VECTORS; ++c) acc[r][c] = fma(q, k[c], acc[r][c]);
+      }
+    }
+    for (int r = 0; r < R; ++r)
+      for (int c = 0; c < VECTORS; ++c) store(&w.s[row + r][t + c * W], acc[r][c]);
+  }
+}
+
+// Keys of the tile up to the last that a row sees.
+inline int seen_of(const Scratch& w, int row, const Tile& tile) {
+  return int(std::clamp<int64_t>(w.limit[row] - tile.t, 0, tile.count));
+}
+
+// What the spec asks for between q . k and the softmax, for one row; see KernelSpec for the order.
+inline void score_steps(Scratch& w, const pg_attend_args& a, int64_t query_head, int row, const Tile& tile) {
+  float* __restrict s = w.s[row];
+  const int seen = seen_of(w, row, tile), first = int(tile.t);
+  const int position = w.position[row];
+  for (int i = 0; i < seen; ++i) {
+    float x = s[i];
+    x = x * tile.k_scale[i];
+    [[maybe_unused]] const int key = first + i;
+    x = 20.0f * steps::tanh(x * 0.05f);
+    x += a.alibi_slopes[query_head] * float(key - position);
+    x *= LOG2E;
+    s[i] = x;
+  }
+  std::fill(s, s + std::clamp<int64_t>(w.first[row] - tile.t, 0, seen), NONE);
+  (void)a, (void)query_head, (void)first;
+}
+
+// One online-softmax step of a row: scores become weights; weights of tokens that the row does not see are 0.
+inline void softmax_step(Scratch& w, int row, const Tile& tile) {
+  float* s = w.s[row];
+  const int count = tile.count, seen = seen_of(w, row, tile);
+  V highest = set1(NONE);
+  for (int i = 0; i < seen; i += W) {
+    V v = load(s + i);
+    if (seen - i < W) store(s + i, v = keep(v, seen - i, NONE));
+    highest = max(highest, v);
+  }
+  const float m = std::max(w.m[row], top(highest));
+  if (m == NONE) {  // nothing seen so far: -inf - -inf would be NaN
+    std::fill(s, s + count, 0.0f);
+    w.alpha[row] = 1.0f;
+    return;
+  }
+  V total = zero();
+  int i = 0;
+  for (; i < seen; i += W) {
+    const V p = exp2(add(load(s + i), set1(-m)));
+    const V weight = mul(p, load(tile.v_scale + i));
+    store(s + i, weight);
+    total = add(total, p);
+  }
+  for (; i < count; i += W) store(s + i, zero());
+  w.alpha[row] = w.m[row] == m ? 1.0f : top(exp2(set1(w.m[row] - m)));
+  w.l[row] = w.l[row] * w.alpha[row] + sum(total);
+  w.m[row] = m;
+}
+
+// o[r] = o[r] * alpha[r] + weights[r] . V, for R rows; `v(i, d)` gives W dims of token i, from dim d on.
+template <int R, class F>
+inline void accumulate(Scratch& w, int row, const Tile& tile, F v) {
+  constexpr int CHUNKS = DVP / W, BUDGET = (W == 16 ? 24 : 12) / R;  // accumulators that stay in registers
+  constexpr int STEP = std::clamp(BUDGET, 1, CHUNKS);
+  const int count = tile.count;
+  for (int c0 = 0; c0 < CHUNKS; c0 += STEP) {
+    V acc[R][STEP];
+    for (int r = 0; r < R; ++r)
+      for (int c = 0; c < STEP; ++c)
+        acc[r][c] = c0 + c < CHUNKS ? mul(load(&w.o[row + r][(c0 + c) * W]), set1(w.alpha[row + r])) : zero();
+    for (int i = tile.hidden; i < count; ++i) {
+      V vv[STEP];
+      for (int c = 0; c < STEP; ++c) vv[c] = c0 + c < CHUNKS ? v(i, (c0 + c) * W) : zero();
+      for (int r = 0; r < R; ++r) {
+        const V weight = set1(w.s[row + r][i]);
+        for (int c = 0; c < STEP; ++c) acc[r][c] = fma(weight, vv[c], acc[r][c]);
+      }
+    }
+    for (int r = 0; r < R; ++r)
+      for (int c = 0; c < STEP; ++c)
+        if (c0 + c < CHUNKS) store(&w.o[row + r][(c0 + c) * W], acc[r][c]);
+  }
+}
+
+// All rows' scores of a tile, in place or packed.
+inline void scores(Scratch& w, int rows, [[maybe_unused]] bool packed, const Tile& tile, const pg_attend_args& a) {
+  if (!packed) {
+    row_blocks<ROW_BLOCK>(rows, [&](auto r, int row) { score<r>(w, row, tile, a); });
+    return;
+  }
+  pack_k(w, tile, a);
+  row_blocks<ROW_BLOCK_PACKED>(rows, [&](auto r, int row) { score_packed<r>(w, row, tile.count); });
+}
+
+// All rows' weighted sums of a tile's values, in place or packed.
+inline void values(Scratch& w, int rows, [[maybe_unused]] bool packed, const Tile& tile, const pg_attend_args& a) {
+  if (!packed) {
+    const auto v = [&](int i, int d) { return half_dims<HALFV>(tile.v[i], d); };
+    row_blocks<ROW_BLOCK>(rows, [&](auto r, int row) { accumulate<r>(w, row, tile, v); });
+    return;
+  }
+  pack_v(w, tile, a);
+  const auto v = [&](int i, int d) { return load(&w.v_tile[i][d]); };
+  row_blocks<ROW_BLOCK_PACKED>(rows, [&](auto r, int row) { accumulate<r>(w, row, tile, v); });
+}
+
+// --- one work item ----------------------------------------------------------------------------------------------------
+
+inline const T* q_row(const pg_attend_args& a, int64_t token, int64_t head) {
+  return static_cast<const T*>(a.q) + token * a.q_stride_token + head * a.q_stride_head;
+}
+
+inline void clear(Scratch& w, int row) {
+  std::fill(w.o[row], w.o[row] + DVP, 0.0f);
+  w.m[row] = NONE;
+  w.l[row] = 0.0f;
+}
+
+// Loads rows of query tokens [first, first + tokens) of sequence s, KV head `head`, as the item's tokens from `at` on;
+// row = token * GROUP + query head.
+void begin(Scratch& w, const pg_attend_args& a, int64_t s, const Sequence& seq, int64_t head, int64_t first, int tokens, int at = 0) {
+  const V scale = set1(a.scale);
+  for (int i = 0; i < tokens; ++i) {
+    const int64_t position = seq.context - seq.tokens + first + i;
+    for (int g = 0; g < GROUP; ++g) {
+      const int row = (at + i) * GROUP + g;
+      const T* q = q_row(a, a.cu_seqlens_q[s] + first + i, head * GROUP + g);
+      for (int d = 0; d < D; d += W) store(&w.q[row][d], mul(half_dims<HALF>(q, d), scale));
+      clear(w, row);
+      w.limit[row] = std::clamp<int64_t>(position + 1, 0, seq.context);
+      w.first[row] = std::max<int64_t>(0, position + 1 - 9);
+      w.position[row] = int(position);
+    }
+  }
+}
+
+// Attends `rows` rows to those tokens of `range`, in sequence s, that they see.
+void run(Scratch& w, const pg_attend_args& a, int64_t s, int64_t head, int rows, Range range) {
+  const int32_t* table = a.block_table + s * a.block_table_stride;
+  const bool packed = GROUP >= PACK_ROWS;
+  range.to = std::min(range.to, *std::max_element(w.limit, w.limit + rows));
+  range.from = std::max(range.from, *std::min_element(w.first, w.first + rows));
+  const int64_t from = range.from / TILE_KV * TILE_KV;
+  const auto tile_at = [&](int64_t t) -> Tile& { return w.tiles[(t - from) / TILE_KV % (PREFETCH + 1)]; };
+  for (int64_t t = from; t < from + PREFETCH * TILE_KV; t += TILE_KV) locate(a, table, head, t, range, tile_at(t));
+  for (int64_t t = from; t < range.to; t += TILE_KV) {
+    Tile& ahead = tile_at(t + PREFETCH * TILE_KV);
+    locate(a, table, head, t + PREFETCH * TILE_KV, range, ahead);
+    if (PREFETCH > 0) fetch(ahead);
+    const Tile& tile = tile_at(t);
+    scores(w, rows, packed, tile, a);
+    for (int row = 0; row < rows; ++row) score_steps(w, a, head * GROUP + row % GROUP, row, tile);
+    for (int row = 0; row < rows; ++row) softmax_step(w, row, tile);
+    values(w, rows, packed, tile, a);
+  }
+}
+
+// Divides a row by its sum and stores it; a row that saw no token becomes 0 with lse -inf.
+void finish(const pg_attend_args& a, int64_t token, int64_t head, const float* o, float m, float l) {
+  T* out = static_cast<T*>(a.out) + token * a.out_stride_token + head * a.out_stride_head;
+  const float sink = a.sinks[head] * LOG2E, highest = std::max(m, sink);  // one more logit, whose value is 0
+  const float kept = m == NONE ? 0.0f : top(exp2(set1(m - highest)));
+  l = l * kept + (sink == NONE ? 0.0f : top(exp2(set1(sink - highest))));
+  m = highest;
+  const V inverse = set1(l == 0.0f ? 0.0f : kept / l);
+  for (int d = 0; d < DV; d += W) {
+    const V v = mul(load(o + d), inverse);
+    const int in_half = d % (DV / 2), at = d / (DV / 2) * HALFV + in_half, left = HALFV - in_half;
+    if (left >= W) store(out + at, v);
+    else store_n(out + at, v, left);
+  }
+  (void)m;
+}
+
+// Adds a part of a row to those merged before it. Not inlined: prefill and decode must round alike.
+__attribute__((noinline)) void fold(float* merged, const float* o, float m, float l) {
+  const float highest = std::max(merged[DVP], m);
+  if (highest == NONE) return;
+  const V before = exp2(set1(merged[DVP] - highest)), weight = exp2(set1(m - highest));
+  for (int d = 0; d < DVP; d += W) store(merged + d, fma(weight, load(o + d), mul(before, load(merged + d))));
+  merged[DVP + 1] = top(before) * merged[DVP + 1] + top(weight) * l;
+  merged[DVP] = highest;
+}
+
+// Stores what an item gave a row as a part of it.
+void keep_part(const Scratch& w, int row, float* part) {
+  std::copy(w.o[row], w.o[row] + DVP, part);
+  part[DVP] = w.m[row];
+  part[DVP + 1] = w.l[row];
+}
+
+// A part of the shared prefix, for a tile of the query tokens of all sequences that share it.
+void prefix_item(const pg_attend_args& a, const Workspace& ws, Scratch& w, int64_t index) {
+  const int64_t sharing = ws.first_sharing[a.num_seqs], tiles = (sharing + TILE_Q - 1) / TILE_Q;
+  const int64_t first = index % tiles * TILE_Q, head = index / tiles % KV_HEADS, piece = index / tiles / KV_HEADS;
+  const int tokens = int(std::min<int64_t>(TILE_Q, sharing - first));
+  const auto each = [&](auto f) {
+    for (int i = 0; i < tokens; ++i) {
+      const int64_t s = ws.sequence_of(a, ws.first_sharing, first + i);
+      f(i, s, sequence(a, s), first + i - ws.first_sharing[s]);
+    }
+  };
+  each([&](int i, int64_t s, const Sequence& seq, int64_t token) { begin(w, a, s, seq, head, token, 1, i); });
+  run(w, a, 0, head, tokens * GROUP, {piece * SPLIT_KV, std::min((piece + 1) * SPLIT_KV, prefix_of(a))});
+  each([&](int i, int64_t s, const Sequence& seq, int64_t token) {
+    for (int g = 0; g < GROUP; ++g) keep_part(w, i * GROUP + g, ws.part(s, seq, head, piece, token * GROUP + g));
+  });
+}
+
+void item(const pg_attend_args& a, const Workspace& ws, Scratch& w, int64_t index) {
+  if (index < ws.first_item[0]) return prefix_item(a, ws, w, index);
+  const int64_t s = ws.sequence_of(a, ws.first_item, index);
+  const Sequence seq = sequence(a, s);
+  const int64_t local = index - ws.first_item[s];
+  const bool split = seq.tokens <= SPLIT_Q;
+  const int64_t pieces = items_of(seq) / KV_HEADS, head = local / pieces, piece = local % pieces;
+  const int64_t first = split ? 0 : piece * TILE_Q;
+  const int tokens = int(std::min<int64_t>(TILE_Q, seq.tokens - first)), rows = tokens * GROUP;
+  begin(w, a, s, seq, head, first, tokens);
+  if (seq.parts > 1) {
+    const int64_t from = (seq.from / SPLIT_KV + piece) * SPLIT_KV, to = std::min(from + SPLIT_KV, seq.context);
+    run(w, a, s, head, rows, {std::max(from, seq.from), to});
+    for (int row = 0; row < rows; ++row) keep_part(w, row, ws.part(s, seq, head, seq.shared + piece, row));
+    return;
+  }
+  // In the parts of decode, merged like those.
+  for (int row = 0; row < rows; ++row) std::fill_n(w.merged[row], PART, 0.0f), w.merged[row][DVP] = NONE;
+  for (int64_t from = 0; from < w.limit[rows - 1]; from += SPLIT_KV) {
+    if (from + SPLIT_KV <= w.first[0]) continue;
+    run(w, a, s, head, rows, {from, std::min(from + SPLIT_KV, seq.context)});
+    for (int row = 0; row < rows; ++row) {
+      fold(w.merged[row], w.o[row], w.m[row], w.l[row]);
+      clear(w, row);
+    }
+  }
+  for (int row = 0; row < rows; ++row) {
+    const float* o = w.merged[row];
+    finish(a, a.cu_seqlens_q[s] + first + row / GROUP, head * GROUP + row % GROUP, o, o[DVP], o[DVP + 1]);
+  }
+}
+
+// Merges the parts of every row of sequence s and one KV head, in order of their tokens.
+void merge(const pg_attend_args& a, const Workspace& ws, int64_t s, int64_t head) {
+  const Sequence seq = sequence(a, s);
+  for (int64_t row = 0; row < seq.tokens * GROUP; ++row) {
+    alignas(64) float merged[PART] = {};
+    merged[DVP] = NONE;
+    for (int64_t p = 0; p < seq.parts; ++p) {
+      const float* part = ws.part(s, seq, head, p, row);
+      fold(merged, part, part[DVP], part[DVP + 1]);
+    }
+    finish(a, a.cu_seqlens_q[s] + row / GROUP, head * GROUP + row % GROUP, merged, merged[DVP], merged[DVP + 1]);
+  }
+}
+}  // namespace
+
+PG_EXPORT int32_t pagegen_abi_version(void) { return PAGEGEN_ABI_VERSION; }
+
+PG_EXPORT int64_t pagegen_attend_workspace(const pg_attend_args* args) {
+  const int32_t status = validate(*args);
+  if (status) return -status;
+  int64_t part_rows = 0;
+  for (int64_t s = 0; s < args->num_seqs; ++s) part_rows += part_rows_of(sequence(*args, s));
+  return Workspace(*args, part_rows).bytes;
+}
+
+PG_EXPORT int32_t pagegen_attend(const pg_attend_args* args) {
+  const pg_attend_args& a = *args;
+  const int32_t status = validate(a);
+  if (status) return status;
+  int64_t part_rows = 0, sharing = 0;
+  for (int64_t s = 0; s < a.num_seqs; ++s) {
+    const Sequence seq = sequence(a, s);
+    part_rows += part_rows_of(seq);
+    sharing += seq.shared ? seq.tokens : 0;
+  }
+  const Workspace ws(a, part_rows);
+  if (a.workspace_bytes < uint64_t(ws.bytes)) return PG_E_WORKSPACE;
+  ws.first_item[0] = parts_of(prefix_of(a)) * KV_HEADS * ((sharing + TILE_Q - 1) / TILE_Q);
+  ws.first_part[0] = ws.first_sharing[0] = 0;
+  for (int64_t s = 0; s < a.num_seqs; ++s) {
+    const Sequence seq = sequence(a, s);
+    ws.first_item[s + 1] = ws.first_item[s] + items_of(seq);
+    ws.first_part[s + 1] = ws.first_part[s] + part_rows_of(seq);
+    ws.first_sharing[s + 1] = ws.first_sharing[s] + (seq.shared ? seq.tokens : 0);
+  }
+  const int64_t items = ws.first_item[a.num_seqs];
+#pragma omp parallel num_threads(std::max(1, a.num_threads))
+  {
+    Scratch& w = ws.scratch[omp_get_thread_num()];
+    // From the end: the last query tiles of a prefill are its longest.
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t i = items - 1; i >= 0; --i) item(a, ws, w, i);
+    if (part_rows) {
+#pragma omp for schedule(dynamic, 1)
+      for (int64_t i = 0; i < a.num_seqs * KV_HEADS; ++i) {
+        if (sequence(a, i / KV_HEADS).parts > 1) merge(a, ws, i / KV_HEADS, i % KV_HEADS);
+      }
+    }
+  }
+  return PG_OK;
+}

@@ -6,6 +6,7 @@ them kills it.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import os
@@ -151,7 +152,7 @@ class Timer:
 def serve(handle: int) -> None:
     """The timing process: answers requests on the connection until its other end closes."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a candidate that hangs must not outlive the tuner
-    with Connection(handle) as connection:
+    with Connection(handle) as connection, contextlib.suppress(EOFError, ConnectionError):  # raised when the tuner is gone
         setup = connection.recv()
         torch.set_num_threads(setup.threads)
         target = parse_target(setup.target)
@@ -160,10 +161,7 @@ def serve(handle: int) -> None:
         kernels: dict[Config, Attend] = {}
         connection.send(None)
         while True:
-            try:
-                request = connection.recv()
-            except EOFError:
-                return
+            request = connection.recv()
             try:
                 connection.send(_answer(request, pool, target, kernels))
             except PagegenError as error:

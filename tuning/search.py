@@ -28,7 +28,7 @@ from pagegen.space import Config, ConfigSpace, Knob, Value
 from pagegen.tuning.storage import Owner, Storage, is_alive
 
 MAX_REPEATS = 8  # proposals in a row that are known already, before one is chosen that is not
-MAX_LOSSES = 2  # evaluations of one config that died with their process, before it counts as failing
+MAX_LOSSES = 3  # evaluations of one config that died with their process, before it counts as failing
 
 Evaluate = Callable[[Config], Evaluation]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -13,12 +14,14 @@ import typer
 from pagegen.cli._common import JsonOption, format_size, note, print_json, print_table
 from pagegen.paths import kernel_cache, package_cache, remove_entry
 
+UNFINISHED_AFTER = 3600.0  # seconds; who began a folder that long ago, and has not named it, was killed
+
 app = typer.Typer(rich_markup_mode=None)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Entry:
-    """A built kernel or a kernel package. Bytes; last use as a POSIX time."""
+    """A built kernel, a kernel package, or what a killed process left of one. Bytes; last use as a POSIX time."""
 
     kind: str
     path: Path
@@ -51,7 +54,7 @@ def clear(
     json: JsonOption = False,
 ) -> None:
     """Delete built kernels; they are built again when they are needed."""
-    doomed = [entry for entry in entries() if packages or entry.kind == "kernel"]
+    doomed = [entry for entry in entries() if packages or entry.kind != "package"]
     for entry in doomed:
         remove_entry(entry.path)
     freed = sum(entry.size for entry in doomed)
@@ -66,9 +69,14 @@ def entries() -> list[Entry]:
     found = []
     for kind, folder in (("kernel", kernel_cache()), ("package", package_cache())):
         for path in sorted(folder.iterdir()):
-            if path.is_dir() and not path.name.startswith("."):
-                with contextlib.suppress(FileNotFoundError):  # another process removes it just now
-                    found.append(Entry(kind, path, _size(path), path.stat().st_mtime))
+            if not path.is_dir():
+                continue
+            with contextlib.suppress(FileNotFoundError):  # another process removes it just now
+                last_use = path.stat().st_mtime
+                if not path.name.startswith("."):
+                    found.append(Entry(kind, path, _size(path), last_use))
+                elif time.time() - last_use > UNFINISHED_AFTER:
+                    found.append(Entry("unfinished", path, _size(path), last_use))
     return found
 
 

@@ -14,7 +14,7 @@ import pytest
 from pagegen.errors import ConfigError
 from pagegen.records import Evaluation, Status
 from pagegen.space import Config, ConfigSpace, Constraint, Knob
-from pagegen.tuning.search import BucketStudy, Progress, search, share_trials
+from pagegen.tuning.search import MAX_LOSSES, BucketStudy, Progress, search, share_trials
 from pagegen.tuning.storage import Storage, open_storage
 
 from .fake_tune import SPACE, score
@@ -242,8 +242,8 @@ def test_a_killed_tuner_is_continued_and_loses_only_the_trial_in_flight(tmp_path
     third.close()
 
 
-def test_a_config_that_kills_its_tuner_twice_is_a_failure_and_not_tried_again(tmp_path: Path) -> None:
-    for _ in range(2):  # the default is first in the queue both times
+def test_a_config_that_always_kills_its_tuner_is_a_failure_and_not_tried_for_ever(tmp_path: Path) -> None:
+    for _ in range(MAX_LOSSES):  # the default is first in the queue each time
         tuner = start_tuner(tmp_path / "journal.log", 5, 60)
         assert tuner.stdout and "begin" in tuner.stdout.readline()
         os.kill(tuner.pid, signal.SIGKILL)
@@ -253,7 +253,7 @@ def test_a_config_that_kills_its_tuner_twice_is_a_failure_and_not_tried_again(tm
     seen: list[Config] = []
     search({"only": study}, {"only": noting(seen)})
     study.close()
-    deadly = [found for _, found in study.evaluations if "died 2 times" in found.reason]
+    deadly = [found for _, found in study.evaluations if f"died {MAX_LOSSES} times" in found.reason]
     assert [found.config for found in deadly] == [SPACE.default.to_dict()] and deadly[0].status is Status.RUN_ERROR
     assert SPACE.default not in seen and len(seen) == 4 and len(study.evaluations) == 5
 

@@ -30,11 +30,13 @@ AXES: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         **{f"{kind}, {by}": {"kv_dtype": kind, "kv_scale": by} for kind in ("fp8_e4m3", "fp8_e5m2") for by in ("tensor", "head", "token_head")},
         **{kind: {"kv_dtype": kind} for kind in ("int8", "int4")},
         **{f"{kind}, zero points": {"kv_dtype": kind, "kv_zero": True} for kind in ("int8", "int4")},
-        "latent (V in K)": {"v_in_k": True},
     },
-    "heads": {word: dict(zip(("q_heads", "kv_heads"), map(int, word.split("x")), strict=True)) for word in _HEADS},
-    "head dim": {str(dim): {"head_dim": dim} for dim in (64, 8, 16, 24, 40, 80, 96, 120, 128, 192, 256)},
-    "V's head dim": {"the same": {}, **{str(dim): {"head_dim_v": dim} for dim in (8, 48, 128)}},
+    "heads": {
+        **{word: dict(zip(("q_heads", "kv_heads"), map(int, word.split("x")), strict=True)) for word in _HEADS},
+        **{f"{count}x1, V in K": {"q_heads": count, "kv_heads": 1, "v_in_k": True} for count in (5, 16)},
+    },
+    "head dim": {str(dim): {"head_dim": dim} for dim in (64, 8, 16, 24, 40, 80, 96, 120, 128, 192, 256, 576)},
+    "V's head dim": {"the same": {}, **{str(dim): {"head_dim_v": dim} for dim in (8, 48, 128, 512)}},
     "block": {str(size): {"block_size": size} for size in (16, 1, 3, 24, 48, 128, 544, 1024)},
     "layout": {word: {"layout": word} for word in _LAYOUTS},
     "sight": {
@@ -64,6 +66,12 @@ AXES: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     },
 }
 PLAIN: Choice = {axis: next(iter(words)) for axis, words in AXES.items()}
+# Words that PLAIN does not fit, or not beside every other, with those that they need.
+COMPANIONS: Mapping[tuple[str, str], Choice] = {
+    ("head dim", "576"): {"heads": "16x1, V in K"},
+    ("V's head dim", "512"): {"heads": "16x1, V in K", "head dim": "576"},
+    ("V's head dim", "128"): {"head dim": "128"},
+}
 
 
 def spec_of(choice: Choice) -> KernelSpec:
@@ -91,7 +99,8 @@ def all_pairs() -> set[Pair]:
 def sample(seed: int, refusal: Callable[[KernelSpec], str | None]) -> Iterator[Choice]:
     """Endless choices whose specs are not refused, the first ones covering every pair that can be; then at random.
 
-    `refusal` says why a backend does not serve a spec, or None. Pairs that PLAIN does not allow are not looked for.
+    `refusal` says why a backend does not serve a spec, or None. Pairs that are refused even beside the plainest words of
+    the other axes are not looked for.
     """
     pick = random.Random(seed)
     missing = {pair for pair in all_pairs() if why_not(dict(pair), refusal) is None}
@@ -103,7 +112,7 @@ def sample(seed: int, refusal: Callable[[KernelSpec], str | None]) -> Iterator[C
             if why_not(choice, refusal) is None and (best is None or _gain(choice, missing) > _gain(best, missing)):
                 best = choice
         if best is None:
-            best = {**PLAIN, **dict(start)}
+            best = _filled(dict(start))
             if why_not(best, refusal) is not None:
                 missing.discard(start)
                 continue
@@ -112,11 +121,18 @@ def sample(seed: int, refusal: Callable[[KernelSpec], str | None]) -> Iterator[C
 
 
 def why_not(words: Choice, refusal: Callable[[KernelSpec], str | None]) -> str | None:
-    """Why a spec with these words, and PLAIN's for the other axes, is refused; None if it is not."""
+    """Why a spec with these words, and the plainest that fit on the other axes, is refused; None if it is not."""
     try:
-        return refusal(spec_of({**PLAIN, **words}))
+        return refusal(spec_of(_filled(words)))
     except SpecError as error:
         return str(error)
+
+
+def _filled(words: Choice) -> Choice:
+    needed: dict[str, str] = {}
+    for item in words.items():
+        needed |= COMPANIONS.get(item, {})
+    return {**PLAIN, **needed, **words}
 
 
 def _complete(words: dict[str, str], missing: set[Pair], pick: random.Random) -> Choice:

@@ -356,10 +356,10 @@ SIMD_INLINE __m128i bytes(const void* p, int n) {
 SIMD_INLINE V load_n(const int8_t* p, int n) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes(p, n))); }
 SIMD_INLINE V load_n(const fp8_e5m2* p, int n) { return _mm256_cvtph_ps(_mm_slli_epi16(_mm_cvtepu8_epi16(bytes(p, n)), 8)); }
 SIMD_INLINE V load_n(const fp8_e4m3* p, int n) {
-  const __m128i wide = _mm_cvtepu8_epi16(bytes(p, n)), size = _mm_and_si128(wide, _mm_set1_epi16(0x7f));
-  const __m128i sign = _mm_slli_epi16(_mm_xor_si128(wide, size), 8);
-  const __m128i nan = _mm_cmpeq_epi16(size, _mm_set1_epi16(0x7f));
-  return mul(_mm256_cvtph_ps(_mm_or_si128(_mm_or_si128(sign, nan), _mm_slli_epi16(size, 7))), set1(256.0f));
+  const __m128i code = _mm_cvtepi8_epi16(bytes(p, n)), most = _mm_set1_epi16(0x7f);
+  const __m128i nan = _mm_cmpeq_epi16(_mm_and_si128(code, most), most);
+  const __m128i half = _mm_and_si128(_mm_slli_epi16(code, 7), _mm_set1_epi16(short(0xbfff)));  // the sign came twice
+  return mul(_mm256_cvtph_ps(_mm_or_si128(half, nan)), set1(256.0f));
 }
 SIMD_INLINE V load(const int8_t* p) { return load_n(p, W); }
 SIMD_INLINE V load(const fp8_e4m3* p) { return load_n(p, W); }

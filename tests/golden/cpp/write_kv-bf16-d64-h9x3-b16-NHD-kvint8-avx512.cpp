@@ -326,11 +326,11 @@ SIMD_INLINE V load_n(const fp8_e5m2* p, int n) {
   return _mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(bytes(p, n)), 8));
 }
 SIMD_INLINE V load_n(const fp8_e4m3* p, int n) {
-  const __m256i wide = _mm256_cvtepu8_epi16(bytes(p, n)), size = _mm256_and_si256(wide, _mm256_set1_epi16(0x7f));
-  const __m256i sign = _mm256_slli_epi16(_mm256_xor_si256(wide, size), 8);
-  const __m256i nan = _mm256_cmpeq_epi16(size, _mm256_set1_epi16(0x7f));
-  const __m256i half = _mm256_or_si256(_mm256_or_si256(sign, nan), _mm256_slli_epi16(size, 7));
-  return mul(_mm512_cvtph_ps(half), set1(256.0f));
+  const __m128i code = bytes(p, n);
+  const __mmask16 number = _mm_cmpneq_epu8_mask(_mm_or_si128(code, _mm_set1_epi8(-128)), _mm_set1_epi8(-1));
+  const __m256i moved = _mm256_slli_epi16(_mm256_cvtepi8_epi16(code), 7);  // the sign comes with it, twice
+  const V small = _mm512_cvtph_ps(_mm256_and_si256(moved, _mm256_set1_epi16(short(0xbfff))));
+  return _mm512_mask_mul_ps(set1(NAN), number, small, set1(256.0f));
 }
 SIMD_INLINE V load(const int8_t* p) { return load_n(p, W); }
 SIMD_INLINE V load(const fp8_e4m3* p) { return load_n(p, W); }

@@ -1,0 +1,129 @@
+"""Proves specs of the whole family on both backends and writes docs/coverage.md.
+
+    python scripts/coverage.py [--cpp 600] [--triton 300] [--seed 0] [--workers 2]
+
+Specs are drawn so that every two choices of different axes occur together (pagegen/check/grid.py). C++ kernels are built
+and run on this machine's instruction sets in turn, Triton kernels interpreted. Exit status 1 if one was wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import concurrent.futures
+import functools
+import itertools
+import multiprocessing
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from pagegen.build.triton import Interpreter
+from pagegen.check.cover import Outcome, prove_cpp, prove_triton, refusal
+from pagegen.check.grid import AXES, Choice, Pair, all_pairs, pairs_of, sample, spec_of, why_not
+
+PAGE = Path(__file__).parents[1] / "docs" / "coverage.md"
+LANGUAGES = ("cpp", "triton")
+TITLES = {"cpp": "C++", "triton": "Triton"}
+
+HEAD = """# Coverage
+
+Written by `python scripts/coverage.py{options}`, which proves the specs it counts: each is rendered, built, and held to the
+float64 reference by the gate's quick suite without its largest cases; every second spec with the template's default
+config, the others with one at random. The first specs of a backend contain every two choices of different axes that it
+allows together; the others are drawn at random.
+
+A number is how many of the proven specs have that choice; words are the reason why none can.
+"""
+
+
+def prove(job: tuple[str, int, Choice]) -> Outcome:
+    """One job of a worker process."""
+    language, index, choice = job
+    torch.set_num_threads(1)
+    return prove_cpp(choice, index) if language == "cpp" else prove_triton(choice, index, _interpreter())
+
+
+@functools.cache
+def _interpreter() -> Interpreter:
+    return Interpreter()
+
+
+def jobs(language: str, count: int, seed: int) -> Iterator[tuple[str, int, Choice]]:
+    """The first `count` specs of a language."""
+    for index, choice in enumerate(itertools.islice(sample(seed, functools.partial(refusal, language)), count)):
+        yield language, index, choice
+
+
+def page(outcomes: Sequence[tuple[str, Outcome]], options: str) -> Iterator[str]:
+    """The page's lines."""
+    yield HEAD.format(options=options)
+    proven = {language: [outcome for found, outcome in outcomes if found == language and not outcome.failures] for language in LANGUAGES}
+    wrong = [(language, outcome) for language, outcome in outcomes if outcome.failures]
+    yield from _summary(proven)
+    yield f"\nWrong: {len(wrong)}.\n"
+    yield from (f"- {language}, {outcome.target}: {spec_of(outcome.choice).slug}: {outcome.failures[0]}" for language, outcome in wrong)
+    yield f"| axis | choice | {' | '.join(TITLES[language] for language in LANGUAGES)} |"
+    yield "|---|---|---|---|"
+    for axis, words in AXES.items():
+        for word in words:
+            cells = [_cell(language, axis, word, proven[language]) for language in LANGUAGES]
+            yield f"| {axis} | {word} | {' | '.join(cells)} |"
+    yield "\n## Pairs that no spec allows\n"
+    yield from _refused_pairs()
+
+
+def _summary(proven: dict[str, list[Outcome]]) -> Iterator[str]:
+    yield "| backend | specs | where | cases | pairs of choices covered | of those allowed |"
+    yield "|---|---|---|---|---|---|"
+    for language, outcomes in proven.items():
+        covered: set[Pair] = set().union(*(pairs_of(outcome.choice) for outcome in outcomes))
+        allowed = {pair for pair in all_pairs() if why_not(dict(pair), functools.partial(refusal, language)) is None}
+        where = collections.Counter(outcome.target for outcome in outcomes)
+        places = ", ".join(f"{target} {count}" for target, count in sorted(where.items()))
+        cases = sum(outcome.cases for outcome in outcomes)
+        yield f"| {TITLES[language]} | {len(outcomes)} | {places} | {cases} | {len(covered & allowed)} | {len(allowed)} |"
+
+
+def _cell(language: str, axis: str, word: str, proven: Sequence[Outcome]) -> str:
+    count = sum(outcome.choice[axis] == word for outcome in proven)
+    if count:
+        return f"{count}"
+    return f"refused: {why_not({axis: word}, functools.partial(refusal, language)) or 'not drawn'}"
+
+
+def _refused_pairs() -> Iterator[str]:
+    reasons: dict[str, list[str]] = collections.defaultdict(list)
+    for pair in sorted(all_pairs()):
+        (one, a), (other, b) = pair
+        alone = [why_not({axis: word}, lambda spec: None) for axis, word in pair]
+        reason = why_not(dict(pair), lambda spec: None)
+        if reason is not None and alone == [None, None]:
+            reasons[reason].append(f"{one} *{a}* with {other} *{b}*")
+    yield from (f"- {', '.join(pairs)}: {reason}" for reason, pairs in reasons.items())
+
+
+def main(words: Sequence[str]) -> int:
+    """Exit status 1 if a spec was wrong."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cpp", type=int, default=600, help="specs of C++")
+    parser.add_argument("--triton", type=int, default=300, help="specs of Triton")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=2)
+    options = parser.parse_args(words)
+    outcomes: list[tuple[str, Outcome]] = []
+    todo = [*jobs("cpp", options.cpp, options.seed), *jobs("triton", options.triton, options.seed)]
+    with concurrent.futures.ProcessPoolExecutor(options.workers, multiprocessing.get_context("spawn")) as workers:
+        for job, outcome in zip(todo, workers.map(prove, todo), strict=True):
+            outcomes.append((job[0], outcome))
+            done = f"{len(outcomes)}/{len(todo)} {outcome.target} {outcome.seconds:.1f} s {spec_of(outcome.choice).slug}"
+            print(done, *outcome.failures, sep="\n    ", flush=True)
+    asked = "".join(f" --{name} {getattr(options, name)}" for name in ("cpp", "triton", "seed") if getattr(options, name) != parser.get_default(name))
+    PAGE.write_text("\n".join(page(outcomes, asked)) + "\n")
+    return 1 if any(outcome.failures for _, outcome in outcomes) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

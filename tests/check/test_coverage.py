@@ -1,0 +1,113 @@
+"""The family on both backends: specs in which every two options meet are proven; a few in every run, 900 in long ones.
+
+docs/coverage.md is the account of a whole run; scripts/coverage.py writes it.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from pagegen.build.triton import Interpreter
+from pagegen.check.cover import prove_cpp, prove_triton, refusal
+from pagegen.check.grid import AXES, PLAIN, Choice, all_pairs, pairs_of, sample, spec_of, why_not
+from pagegen.errors import SpecError
+from tests.conftest import ROOT
+
+CHUNK = 10  # specs of one test
+CPP, TRITON = 600, 300  # specs of a long run
+CPP_SLICE, TRITON_SLICE = 5, 4  # specs of every run
+
+
+@functools.cache
+def drawn(language: str, count: int) -> tuple[Choice, ...]:
+    """The first `count` specs that scripts/coverage.py proves, too."""
+    return tuple(itertools.islice(sample(0, functools.partial(refusal, language)), count))
+
+
+def chunks(count: int) -> list[object]:
+    return [pytest.param(first, marks=pytest.mark.long) for first in range(0, count, CHUNK)]
+
+
+@pytest.fixture(scope="module")
+def interpreter(cache: None) -> Iterator[Interpreter]:
+    with Interpreter() as worker:
+        yield worker
+
+
+def slug(choice: Choice) -> str:
+    return spec_of(choice).slug
+
+
+def prove_all_cpp(first: int, count: int) -> None:
+    outcomes = [prove_cpp(choice, first + i) for i, choice in enumerate(drawn("cpp", first + count)[first:])]
+    assert not [(slug(outcome.choice), outcome.target, outcome.failures) for outcome in outcomes if outcome.failures]
+    assert len(outcomes) == count and all(outcome.cases > 30 for outcome in outcomes)
+
+
+def prove_all_triton(first: int, count: int, interpreter: Interpreter) -> None:
+    choices = drawn("triton", first + count)[first:]
+    outcomes = [prove_triton(choice, first + i, interpreter) for i, choice in enumerate(choices)]
+    assert not [(slug(outcome.choice), outcome.failures) for outcome in outcomes if outcome.failures]
+    assert len(outcomes) == count and all(outcome.cases > 10 for outcome in outcomes)
+
+
+def test_a_few_specs_of_cpp() -> None:
+    prove_all_cpp(0, CPP_SLICE)
+
+
+@pytest.mark.triton
+def test_a_few_specs_of_triton(interpreter: Interpreter) -> None:
+    prove_all_triton(0, TRITON_SLICE, interpreter)
+
+
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("first", chunks(CPP))
+def test_specs_of_cpp(first: int) -> None:
+    prove_all_cpp(first, CHUNK)
+
+
+@pytest.mark.triton
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("first", chunks(TRITON))
+def test_specs_of_triton(first: int, interpreter: Interpreter) -> None:
+    prove_all_triton(first, CHUNK, interpreter)
+
+
+# --- what is drawn ---------------------------------------------------------------------------------------------------
+
+
+def test_every_pair_that_is_allowed_is_drawn_early() -> None:
+    allowed = {pair for pair in all_pairs() if why_not(dict(pair), lambda spec: None) is None}
+    met = set().union(*(pairs_of(choice) for choice in itertools.islice(sample(0, lambda spec: None), 260)))
+    assert allowed <= met
+    assert len(allowed) > 0.95 * len(all_pairs())
+
+
+def test_each_word_of_each_axis_is_a_spec_of_its_own() -> None:
+    """Different words give different specs, and none is refused by the family; axes do not shadow each other."""
+    for axis, words in AXES.items():
+        assert all(why_not({axis: word}, lambda spec: None) is None for word in words)
+        found = [spec_of({**PLAIN, axis: word}) for word in words if word not in ("576", "512")]
+        assert len(set(found)) == len(found)
+
+
+def test_a_backend_refuses_in_words() -> None:
+    assert refusal("cpp", spec_of(PLAIN)) is None and refusal("triton", spec_of(PLAIN)) is None
+    assert why_not({"heads": "6x2", "head dim": "576"}, lambda spec: None) == (
+        "head_dim=576 is not supported; allowed: multiples of 8 from 8 to 256; change head_dim, or pad the heads with zeros and state `scale`"
+    )
+    with pytest.raises(SpecError):
+        spec_of({**PLAIN, "head dim": "576"})
+
+
+def test_the_page_has_every_word_and_nothing_wrong() -> None:
+    page = (ROOT / "docs/coverage.md").read_text()
+    assert "\nWrong: 0.\n" in page
+    assert re.findall(r"^\| ([^|]+) \| ([^|]+) \| (?:\d+|refused: [^|]+) \| (?:\d+|refused: [^|]+) \|$", page, re.MULTILINE) == [
+        (axis, word) for axis, words in AXES.items() for word in words
+    ]

@@ -119,7 +119,7 @@ def _triton_defaults(spec: KernelSpec, target: Target) -> dict[str, int]:
         return {"tile_q": 16, "tile_kv": tile_kv, "num_warps": 4, "num_stages": 1 if rdna else 2, "max_registers": uncapped}
     width, steps = _load_width(spec), _score_steps(spec)
     plain = width == 8 and spec.head_dim == spec.dim_v == 1 << (widest - 1).bit_length() and not spec.v_in_k
-    wide = plain and not steps
+    wide = plain and not steps and not (spec.kv_zero and target.kind == "hip")
     usual = plain and not any(_options(spec))
     roomy = large or target.warp_size == 64
     return {

@@ -33,7 +33,6 @@ from ..kernel import (
     check_attend,
     check_copy_blocks,
     check_write_kv,
-    require,
 )
 from ..paths import kernel_cache, write_atomic
 from ..spec import KernelSpec, KVScale, Op
@@ -180,9 +179,6 @@ class _TritonStageBlocks(TritonKernel):
         staging: torch.Tensor,
         scales: KVScales | None,
     ) -> None:
-        size = max(tensor.element_size() for tensor in (k_cache, *_by_token(self.spec, scales)))
-        aligned = staging.stride(0) % size == 0 and staging.data_ptr() % size == 0
-        require(aligned, "staging", f"rows {staging.stride(0)} bytes apart", f"rows that begin at multiples of {size} bytes")
         with self._device(k_cache):
             self._launch(k_cache, v_cache, blocks, staging, *_by_token(self.spec, scales))
 

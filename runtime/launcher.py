@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 
 from pagegen.build import build_kernels
@@ -11,6 +12,7 @@ from pagegen.kernel import PagedKernels
 from pagegen.package import KernelPackage, find_package, load_package
 from pagegen.runtime.engine import Engine, EngineConfig
 from pagegen.runtime.models import build_model
+from pagegen.runtime.scheduling.events import SchedulerEvent
 from pagegen.runtime.tokenizer import Tokenizer
 from pagegen.runtime.weights.resolve import resolve_model
 from pagegen.spec import KernelSpec
@@ -27,11 +29,18 @@ class Launched:
     message: str
 
 
-def launch(model: str, kernels: PagedKernels | Path | None, config: EngineConfig, block_size: int = 16) -> Launched:
+def launch(
+    model: str,
+    kernels: PagedKernels | Path | None,
+    config: EngineConfig,
+    block_size: int = 16,
+    *,
+    recorder: Callable[[SchedulerEvent], None] | None = None,
+) -> Launched:
     """Loads the model that a MODEL word names, on `kernels`, a package's folder, or what `find_kernels` finds.
 
-    Kernels come first: what does not fit is refused before any weight is read. Raises ModelError, PackageError,
-    BuildError or ConfigError.
+    Kernels come first: what does not fit is refused before any weight is read. `recorder` is the engine's. Raises
+    ModelError, PackageError, BuildError or ConfigError.
     """
     source = resolve_model(model)
     if kernels is None or isinstance(kernels, Path):
@@ -39,7 +48,8 @@ def launch(model: str, kernels: PagedKernels | Path | None, config: EngineConfig
     else:
         message = f"kernels of the caller, {kernels.spec.slug}"
     tokenizer = source.tokenizer()
-    engine = Engine(build_model(source.config, source.weights(), config.dtype), kernels, tokenizer, config)
+    network = build_model(source.config, source.weights(), config.dtype)
+    engine = Engine(network, kernels, tokenizer, config, recorder)
     return Launched(source.name, engine, tokenizer, message)
 
 

@@ -58,7 +58,7 @@ def _module(text: str, key: str) -> ModuleType:
     folder = kernel_cache() / key
     folder.mkdir(exist_ok=True)
     path = folder / "kernel.py"
-    if not path.exists() or path.read_text() != text:
+    if not path.is_file() or path.read_bytes() != text.encode():
         write_atomic(path, text)
     os.utime(folder)  # last use, for `pagegen cache`
     found = importlib.util.spec_from_file_location(f"pagegen_triton_{key}", path)

@@ -75,6 +75,15 @@ class EngineOptions:
         bool,
         typer.Option("--prefix-cache/--no-prefix-cache", help="Keep the KV of prompts for those that begin alike."),
     ] = True
+    record: Annotated[
+        Path | None,
+        typer.Option(
+            "--record",
+            metavar="LOG",
+            help="Write what the scheduler is told, token ids too, for `pagegen simulate --replay`.",
+            show_default=False,
+        ),
+    ] = None
 
 
 def engine_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -105,6 +114,8 @@ def load(model: str, options: EngineOptions) -> Launched:
     from pagegen.runtime.engine import EngineConfig
     from pagegen.runtime.launcher import launch
     from pagegen.runtime.scheduler import Preemption
+    from pagegen.runtime.simulation.log import EventLog
+    from pagegen.runtime.simulation.setup import Setup
     from pagegen.spec import FLOATS
 
     if options.dtype not in FLOATS:
@@ -125,4 +136,9 @@ def load(model: str, options: EngineOptions) -> Launched:
         swap_bytes=0 if no_swap_space else parse_size(options.swap_space, "--swap-space"),
         prefix_cache=options.prefix_cache,
     )
-    return launch(model, options.kernels, config)
+    if options.record is None:
+        return launch(model, options.kernels, config)
+    log = EventLog(options.record)
+    launched = launch(model, options.kernels, config, recorder=log)
+    log.begin(Setup.of(launched.engine, config))
+    return launched

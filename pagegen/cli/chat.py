@@ -9,7 +9,7 @@ import typer
 
 from pagegen.cli._common import ModelArgument, note
 from pagegen.cli._models import EngineOptions, engine_options, load
-from pagegen.errors import RequestError
+from pagegen.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
     from pagegen.runtime.engine import Engine
@@ -55,11 +55,14 @@ def command(
 
 
 def _read() -> str | None:
-    prompt = "> " if sys.stdin.isatty() else ""
+    if sys.stdin is None:  # closed by whoever started this process
+        return None
     try:
-        return input(prompt)
+        return input("> " if sys.stdin.isatty() else "")
     except EOFError:
         return None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"standard input is not text in {error.encoding}: {error.reason}; send UTF-8") from None
 
 
 def reply(engine: Engine, prompt_token_ids: list[int], params: SamplingParams) -> str:

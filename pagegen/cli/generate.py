@@ -118,6 +118,8 @@ def command(
 
 
 def _lines(name: str) -> list[tuple[int, str]]:
+    if name == "-" and sys.stdin is None:  # closed by whoever started this process
+        raise ConfigError("--input - reads standard input, which is closed; name a file of JSON lines")
     try:
         text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -46,7 +46,7 @@ def command(
         print_json({"figure": figure, "title": found.title, "scale": scale, "rows": [_plain(row) for row in rows]})
     else:
         print_table(
-            found.title, ("", "ours", "paper", "band", "unit", "kind", "in band", "ok"), [_cells(r) for r in rows]
+            found.title, ("", "ours", "unit", "paper", "band", "kind", "in band", "ok"), [_cells(r) for r in rows]
         )
         if any(row.kind == "modelled" for row in rows):
             note("modelled: constants of the step time are guesses; ok says whether the paper's ordering holds")
@@ -61,13 +61,13 @@ def _plain(row: Row) -> dict[str, Any]:
 
 def _cells(row: Row) -> tuple[str, ...]:
     low, high = row.band
-    band = f"{low:.2f} to {high:.2f}" if high < float("inf") else f"above {low:.2f}"
+    band = f"{low:.2f}..{high:.2f}" if high < float("inf") else f"> {low:.2f}"
     return (
         row.what,
         f"{row.ours:.2f}",
+        row.unit,
         row.paper,
         band,
-        row.unit,
         row.kind,
         "yes" if row.in_band else "no",
         "yes" if row.ok else "no",

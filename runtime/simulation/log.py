@@ -27,7 +27,7 @@ class EventLog:
     def __init__(self, path: Path) -> None:
         """Raises ConfigError if the file cannot be written."""
         try:
-            self._file: TextIO = path.open("w", encoding="utf-8")
+            self._file: TextIO = path.open("w", encoding="utf-8", buffering=1)  # line by line, for who is killed
         except OSError as error:
             raise ConfigError(f"log {path} cannot be written: {error.strerror}") from None
 

@@ -56,8 +56,8 @@ def _log_normal(median: float, sigma: float) -> Callable[[random.Random], int]:
     return lambda rng: round(rng.lognormvariate(math.log(median), sigma))
 
 
-def _exponential(mean: float) -> Callable[[random.Random], int]:
-    return lambda rng: round(rng.expovariate(1 / mean))
+def _gamma(mean: float, shape: float) -> Callable[[random.Random], int]:
+    return lambda rng: round(rng.gammavariate(shape, mean / shape))
 
 
 def _both(
@@ -72,7 +72,7 @@ def _both(
 LENGTHS: Mapping[str, Lengths] = MappingProxyType(
     {
         "sharegpt": Lengths(
-            "chat: input 161, output 338 tokens on average", _both(_log_normal(75, 1.4), _exponential(345))
+            "chat: input 161, output 338 tokens on average", _both(_log_normal(75, 1.4), _gamma(345, 1.25))
         ),
         "alpaca": Lengths(
             "instructions: input 19, output 58 tokens on average",

@@ -66,6 +66,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         max_position_embeddings=131072,
         rope_scaling=_LLAMA3_SCALING,
     ),
+    "llama-13b": _llama(40, 5120, 40, 40, 13824, 32000, max_position_embeddings=2048, tie_word_embeddings=False),
 }
 
 

@@ -241,6 +241,15 @@ def test_a_text_that_triton_refuses_is_a_build_error(tmp_path: Path) -> None:
         compile_for(broken)
 
 
+@pytest.mark.parametrize("damage", [b"", b"launch = 5", b"\xff\xfe"])
+def test_a_damaged_module_is_written_again(damage: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGEGEN_CACHE", str(tmp_path))
+    for _ in range(2):
+        assert backend._module("launch = 7", "key").launch == 7
+        (tmp_path / "kernels" / "key" / "kernel.py").write_bytes(damage)
+        os.utime(tmp_path / "kernels" / "key" / "kernel.py", (0, 0))  # not the moment that Python's bytecode knows
+
+
 def test_tritons_cache_lies_in_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGEGEN_CACHE", str(tmp_path))
     before = os.environ.get("TRITON_CACHE_DIR")

@@ -229,7 +229,7 @@ def check_binaries(spec: KernelSpec, target: str) -> dict[str, Resources]:
     for name, kernel in found.items():
         assert kernel.spills == 0 and kernel.occupancy, f"{spec.slug} {target} {name}: {kernel}"
     prefill = found.get("prefill", found["decode"])
-    unit = MATRIX_UNITS[target] if made.variant.config.to_dict()["tile_q"] >= 64 or target.startswith("hip") else "HMMA"
+    unit = MATRIX_UNITS[target] if int(made.variant.config.to_dict()["tile_q"]) >= 64 or target.startswith("hip") else "HMMA"
     assert prefill.instructions[unit], f"{spec.slug} {target}: {prefill}"
     assert found["decode"].instructions["load 16 B"] >= 2, f"{spec.slug} {target}: {found['decode']}"
     return found

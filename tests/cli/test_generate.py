@@ -202,6 +202,19 @@ def test_serve_refuses_in_one_line(words: tuple[str, ...], said: str) -> None:
     assert said in result.stderr and result.stderr.count("\n") == 1
 
 
+def test_a_closed_standard_input_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", None)
+    refused, chat = generate("--input", "-"), run("chat", "dummy:tiny", "--dtype", "fp32")
+    assert (refused.status, refused.stderr.count("\n")) == (2, 1) and "closed" in refused.stderr
+    assert chat.status == 0
+
+
+def test_what_is_typed_in_another_encoding_ends_the_chat_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"gr\xfc\xdfe\n"), encoding="utf-8"))
+    result = run("chat", "dummy:tiny", "--dtype", "fp32")
+    assert result.status == 2 and result.stderr.splitlines()[-1].startswith("pagegen: standard input is not text in utf-8")
+
+
 def test_an_unknown_model_says_which_words_are_known() -> None:
     result = run("generate", "gpt-9", "--prompt", "a")
     assert result.status == 2 and "dummy:NAME" in result.stderr

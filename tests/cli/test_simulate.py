@@ -55,3 +55,18 @@ def test_a_recorded_run_repeats_and_can_be_tried_under_another_policy(tmp_path: 
 def test_what_cannot_be_run_is_refused_in_one_line(words: tuple[str, ...]) -> None:
     result = run("simulate", *words)
     assert result.status == 2 and result.stderr.count("\n") == 1 and not result.stdout
+
+
+def test_what_generate_records_repeats_without_the_model(tmp_path: Path, reference_kernels: None) -> None:
+    log, prompts = str(tmp_path / "run.log"), tmp_path / "prompts.jsonl"
+    prompts.write_text(
+        "".join(f'{{"prompt_token_ids": {[*range(30 * i, 33 * i + 40)]}, "n": {1 + i // 5}}}\n' for i in range(1, 6))
+    )
+    first = run(
+        "generate", "dummy:tiny", "--dtype", "fp32", "--input", str(prompts), "--max-tokens", "24", "--ignore-eos",
+        "--kv-blocks", "8", "--temperature", "1", "--record", log, "--json",
+    )  # fmt: skip
+    assert first.status == 0
+    again = run("simulate", "--replay", log, "--json").document["runs"][0]
+    assert again["setup"]["num_blocks"] == 8 and again["num_finished"] == 5
+    assert again["num_preemptions"] == first.document["memory"]["num_preemptions"] > 0

@@ -152,7 +152,8 @@ def test_a_deterministic_row_has_the_same_bits_in_any_batch_and_chunk(
 def test_a_prefix_is_shared_in_one_pass_or_several(interpreter: Interpreter) -> None:
     spec = small("sinks", block_size=16)
     queries, contexts = (1, 3, 1), (560, 600, 544)
-    for knobs in ({"tile_q": 16}, {"split_below": 512}, {"split_below": 0}):
+    choices: list[dict[str, Value]] = [{"tile_q": 16}, {"split_below": 512}, {"split_below": 0}]
+    for knobs in choices:
         case = Case("long prefix", Op.ATTEND, spec, queries, contexts, shared_blocks=34)
         assert failures(interpreter, source(spec, knobs=knobs), [case]) == []
 

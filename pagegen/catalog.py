@@ -79,6 +79,7 @@ def _cpp_attend_space(spec: KernelSpec, target: Target) -> ConfigSpace:
     group = spec.group
     direct = max(rows for rows in (1, 2, 3, 4) if group % rows == 0 or group > 4)
     tile_q = 16 if not spec.v_in_k else 1 << (min(16, MAX_LATENT_GROUP // group).bit_length() - 1)  # MLA: at most 128 rows
+    packing = (1, 8, 16, 32, 64) if spec.deterministic else (8, 16, 32, 64)  # deterministic: always or never, by the group
 
     def fits(v: Mapping[str, Value]) -> bool:
         return int(v["tile_q"]) * group * (spec.head_dim + spec.dim_v + int(v["tile_kv"])) * 4 <= 8 << 20
@@ -90,7 +91,7 @@ def _cpp_attend_space(spec: KernelSpec, target: Target) -> ConfigSpace:
             power_of_two("split_kv", 256, 8192, 1024, "tokens of one work item in decode; the parts are combined"),
             Knob("row_block", (1, 2, 3, 4, 6, 8), direct, "query rows that share a loaded K or V vector, decode"),
             Knob("row_block_packed", (2, 4, 6, 8, 12), 6, "the same where the tile is packed first, prefill"),
-            Knob("pack_rows", (8, 16, 32, 64), 16, "from this many rows on, K and V tiles are packed to fp32 first"),
+            Knob("pack_rows", packing, 32 if spec.v_in_k else 16, "from this many rows on, K and V tiles are packed to fp32 first"),
             Knob("prefetch", (0, 1, 2), 1, "tiles ahead that are prefetched through the block table"),
         ),
         (Constraint(fits, "the rows of one work item exceed 8 MiB a thread; lower tile_q or tile_kv"),),

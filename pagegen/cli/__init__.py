@@ -4,16 +4,19 @@ To add a command: a file beside this one and a row in COMMANDS. The module holds
 `EXAMPLE`, or, for a group of commands, `app` (a typer.Typer).
 
 Exit statuses: 0 done; 1 the work was done and the answer is "no"; 2 the request was wrong (one line on stderr); 130
-interrupted. Anything else is a defect and shows its traceback.
+interrupted. Anything else but a signal's is a defect and shows its traceback.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated
 
 import typer
@@ -61,7 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug = _take_debug(words)
     words = words or ["--help"]
     try:
-        status = typer.main.get_command(build_app(words)).main(words, prog_name="pagegen", standalone_mode=False)
+        with _sigterm_unwinds():
+            status = typer.main.get_command(build_app(words)).main(words, prog_name="pagegen", standalone_mode=False)
         return status if isinstance(status, int) else DONE
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
@@ -76,6 +80,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         path = context.command_path if context else "pagegen"
         message = error.format_message() if hasattr(error, "format_message") else str(error)
         return _complain(f"{message.rstrip('.')}{' ' if message.endswith('?') else '; '}see `{path} --help`", debug)
+
+
+@contextlib.contextmanager
+def _sigterm_unwinds() -> Iterator[None]:
+    """Lets SIGTERM, too, give back what a command holds: a trial, a build, a process. The status is the shell's, 143."""
+    ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if ours:
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        if ours:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def build_app(words: Sequence[str]) -> typer.Typer:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -111,6 +113,25 @@ def test_errors_become_statuses(error: BaseException, status: int, said: str, mo
     raising(error, monkeypatch)
     result = run("targets")
     assert (result.status, result.stderr) == (status, said)
+
+
+def test_sigterm_unwinds_what_a_command_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pagegen.cli import targets
+
+    unwound = []
+
+    def command() -> None:
+        """Waits."""
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)
+        finally:
+            unwound.append("all")
+
+    monkeypatch.setattr(targets, "command", command)
+    with pytest.raises(SystemExit) as ended:
+        run("targets")
+    assert (ended.value.code, unwound, signal.getsignal(signal.SIGTERM)) == (143, ["all"], signal.SIG_DFL)
 
 
 def test_a_defect_is_not_dressed_up(monkeypatch: pytest.MonkeyPatch) -> None:

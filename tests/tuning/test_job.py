@@ -131,7 +131,8 @@ def test_a_killed_run_is_continued_by_the_same_command(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_ctrl_c_ends_with_130_and_keeps_what_was_finished(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_keeps_what_was_finished_and_gives_back_the_rest(number: int, status: int, tmp_path: Path) -> None:
     words = [sys.executable, "-m", "pagegen", "tune", f"decode-{SLUG}", "--trials", "30", "--out", str(tmp_path)]
     env = {**os.environ, "PAGEGEN_CACHE": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
     folder = tmp_path / best_cpu().slug / SLUG
@@ -139,7 +140,7 @@ def test_ctrl_c_ends_with_130_and_keeps_what_was_finished(tmp_path: Path) -> Non
         while not (folder / "journal.log").exists() or (folder / "journal.log").read_text().count('"evaluation"') < 2:
             assert tuner.poll() is None
             time.sleep(0.05)
-        os.killpg(tuner.pid, signal.SIGINT)
-        assert tuner.wait(timeout=60) == 130
+        os.killpg(tuner.pid, number)
+        assert tuner.wait(timeout=60) == status
     assert len((folder / "trials.jsonl").read_text().splitlines()) >= 2
     assert not list(folder.glob(".owner-*"))

@@ -474,6 +474,7 @@ _STATUS = {
     6: "slot_mapping, pairs, blocks or slots names a slot or block outside the cache (-1 skips a slot)",
     7: "shared_prefix_len exceeds a context, or block_table does not begin with the same blocks for every sequence",
     8: "positions lie outside cos_sin",
+    9: "k_scale and v_scale of a tensor or head must be positive, finite numbers",
 }
 
 _scratch = threading.local()  # one grow-only workspace a thread: calls from two threads never share it

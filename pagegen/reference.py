@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 
+from .errors import KernelError
 from .expression import FUNCTIONS, render_expression
 from .kernel import (
     NO_ATTEND_EXTRAS,
@@ -51,6 +52,14 @@ def store_tokens(order: Order, cache: torch.Tensor, at: tuple[torch.Tensor, torc
 def scale_tensors(scales: KVScales) -> list[torch.Tensor]:
     """The scales and zero points that there are."""
     return [tensor for tensor in (scales.k_scale, scales.v_scale, scales.k_zero, scales.v_zero) if tensor is not None]
+
+
+def _require_usable(spec: KernelSpec, scales: KVScales | None) -> None:
+    """Raises KernelError for a scale of a tensor or head that is not a positive, finite number, as a kernel does."""
+    if scales is not None and spec.kv_scale is not KVScale.TOKEN_HEAD:
+        for name, scale in (("k_scale", scales.k_scale), ("v_scale", scales.v_scale)):
+            if not ((scale > 0) & scale.isfinite()).all():
+                raise KernelError(f"{name}: got {scale.tolist()}, expected positive, finite numbers")
 
 
 def dequantise(spec: KernelSpec, stored: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None) -> torch.Tensor:
@@ -175,6 +184,7 @@ class ReferenceKernels:
         """See pagegen.kernel for the shapes."""
         spec = self.spec
         check_attend(spec, out, q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, lse, extras)
+        _require_usable(spec, extras.scales)
         starts: list[int] = cu_seqlens_q.tolist()
         for s, context in enumerate(context_lens.tolist()):
             rows = slice(starts[s], starts[s + 1])
@@ -256,6 +266,7 @@ class ReferenceKernels:
         """See pagegen.kernel for the shapes. Rotation is in float64, rounded to fp32 before quantisation."""
         spec, layout, scales = self.spec, self.spec.kv_layout, extras.scales
         check_write_kv(spec, k, v, k_cache, v_cache, slot_mapping, extras)
+        _require_usable(spec, scales)
         if extras.q is not None and extras.q_out is not None and extras.positions is not None and extras.cos_sin is not None:
             q, k_rows = extras.q.double(), k.double()
             if extras.q_weight is not None and extras.k_weight is not None:

@@ -57,12 +57,14 @@ class Fault(StrEnum):
     SOURCE_PAST_END = "source_past_end"
     POSITION_NEGATIVE = "position_negative"
     POSITION_PAST_END = "position_past_end"
+    SCALE_ZERO = "scale_zero"
+    SCALE_NAN = "scale_nan"
 
     @property
     def status(self) -> int:
         """PG_E_*."""
         codes = {"args": 1, "workspace": 2, "cu": 3, "context": 4, "block": 5, "slot": 6, "pair": 6, "row": 6, "source": 6}
-        return (codes | {"prefix": 7, "position": 8})[self.value.split("_")[0]]
+        return (codes | {"prefix": 7, "position": 8, "scale": 9})[self.value.split("_")[0]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

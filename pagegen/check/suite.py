@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Iterator
 
 from ..errors import CheckError
-from ..spec import KernelSpec, KVLayout, Op, Order, Phase
+from ..spec import KernelSpec, KVLayout, KVScale, Op, Order, Phase
 from .case import QUICK_THREADS, Case, Fault, Part, Poison
 
 LONG_CONTEXTS = (2049, 1025, 513, 257)  # one past every split border up to 2048; the first that fits LONG_BYTES
@@ -219,7 +219,9 @@ def _other_layout(spec: KernelSpec) -> KernelSpec:
 
 def _fault_cases(spec: KernelSpec, seed: int) -> list[Case]:
     b = spec.block_size
-    rotated = [Fault.POSITION_NEGATIVE, Fault.POSITION_PAST_END] if spec.rope is not None else []
+    more: dict[Op, list[Fault]] = {Op.WRITE_KV: [Fault.POSITION_NEGATIVE, Fault.POSITION_PAST_END] if spec.rope else []}
+    if spec.kv_scale in (KVScale.TENSOR, KVScale.HEAD):
+        more = {op: [*more.get(op, []), Fault.SCALE_ZERO, Fault.SCALE_NAN] for op in (Op.ATTEND, Op.WRITE_KV)}
     return [
         Case(
             f"refuses {fault.value}",
@@ -233,7 +235,7 @@ def _fault_cases(spec: KernelSpec, seed: int) -> list[Case]:
             fault=fault,
         )
         for op, faults in _FAULTS.items()
-        for fault in [*faults, *(rotated if op is Op.WRITE_KV else [])]
+        for fault in [*faults, *more.get(op, [])]
     ]
 
 

@@ -337,5 +337,9 @@ def _spoil(fault: Fault, tensors: Tensors, spec: KernelSpec) -> None:
             tensors["positions"][-1] = -1
         case Fault.POSITION_PAST_END:
             tensors["positions"][0] = tensors["cos_sin"].shape[0]
+        case Fault.SCALE_ZERO:
+            tensors["v_scale"][0] = 0.0
+        case Fault.SCALE_NAN:
+            tensors["k_scale"][-1] = math.nan
         case Fault.ARGS_SIZE | Fault.WORKSPACE | Fault.PREFIX_TOO_LONG:
             pass

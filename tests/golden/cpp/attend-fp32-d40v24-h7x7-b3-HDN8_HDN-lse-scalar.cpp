@@ -34,6 +34,7 @@ enum {
   PG_E_SLOT = 6,       /* a slot is below -1 or outside the cache */
   PG_E_PREFIX = 7,     /* shared_prefix_len exceeds a context, or the tables do not begin alike */
   PG_E_POSITION = 8,   /* a position lies outside cos_sin */
+  PG_E_SCALE = 9,      /* a scale of a whole tensor or head is not a positive, finite number */
 };
 
 typedef struct pg_attend_args {

@@ -15,8 +15,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import errno
 import hashlib
 import importlib.util
+import itertools
 import json
 import os
 import stat
@@ -248,7 +250,8 @@ def find_package(spec: KernelSpec, target: Target) -> Path | None:
     if not fitting:
         return None
     path = max(fitting)[1]
-    os.utime(path)  # last use, for `pagegen cache`
+    with contextlib.suppress(FileNotFoundError):  # removed just now; who loads it will say so
+        os.utime(path)  # last use, for `pagegen cache`
     return path
 
 
@@ -326,12 +329,24 @@ def _staged(destination: Path) -> Iterator[Path]:
             for path in (root, *root.rglob("*")):
                 path.chmod(0o755 if path.is_dir() else 0o644)
                 _sync(path)
-            if destination.exists():
-                destination.rename(Path(name) / "replaced")
-            root.rename(destination)
+            _replace(destination, root)
             _sync(destination.parent)
     except OSError as error:
         raise PackageError(f"the package {destination} cannot be written ({error}); name another folder with --out") from None
+
+
+def _replace(destination: Path, root: Path) -> None:
+    """Puts the folder `root` in the place of `destination`; of several that do so at once, the last one stays."""
+    for attempt in itertools.count():
+        with contextlib.suppress(FileNotFoundError):
+            destination.rename(root.with_name(f"replaced-{attempt}"))
+        try:
+            root.rename(destination)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        else:
+            return
 
 
 def _sync(path: Path) -> None:
@@ -353,9 +368,12 @@ def load_package(path: str | Path) -> KernelPackage:
     """
     folder = Path(path).resolve()
     manifest = read_manifest(folder)
-    _require_owned(folder)
-    _require_whole(folder, manifest)
-    module = _import(folder)
+    try:
+        _require_owned(folder)
+        _require_whole(folder, manifest)
+        module = _import(folder)
+    except (OSError, ImportError) as error:  # removed or replaced meanwhile: its files had been there, and right
+        raise PackageError(f"package {folder} cannot be read ({error}); try again, or make it again with `pagegen tune`") from None
     spec = KernelSpec.from_dict(manifest["spec"])
     kernels = _ForeignKernels(spec, module)
     return KernelPackage(

@@ -111,7 +111,11 @@ def lock_of(entry: Path) -> Path:
 
 
 def remove_entry(entry: Path) -> None:
-    """Removes a folder of the cache and its lock, while nobody is building it."""
+    """Removes a folder of the cache and its lock, while nobody is building it; readers see it whole or not at all."""
+    doomed = entry.with_name(f".removed-{entry.name}")
     with locked(lock_of(entry)):
-        shutil.rmtree(entry, ignore_errors=True)
+        with contextlib.suppress(OSError):  # not there; or there is a doomed one of a killed process
+            entry.rename(doomed)
+        for folder in (entry, doomed):
+            shutil.rmtree(folder, ignore_errors=True)
         lock_of(entry).unlink()

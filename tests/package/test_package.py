@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from pagegen import cli
+from pagegen import package as package_module
 from pagegen.check.compare import check_kernels
 from pagegen.errors import KernelError, PackageError, PagegenError
 from pagegen.explain import explain
@@ -151,6 +152,39 @@ def test_a_newer_package_replaces_an_older_one_and_a_failed_one_does_not(package
         write(package.parent, {f"attend_{i}": lost for i in range(3)})
     assert read_manifest(package) == second
     assert [entry.name for entry in package.parent.iterdir()] == [package.name]
+
+
+def test_writers_of_one_package_replace_each_other(tmp_path: Path) -> None:
+    problems: list[Exception] = []
+
+    def write_often(text: str) -> None:
+        for _ in range(15):
+            try:
+                with package_module._staged(tmp_path / "package") as root:
+                    (root / "manifest.json").write_text(text)
+            except PackageError as error:
+                problems.append(error)
+
+    threads = [threading.Thread(target=write_often, args=(text,)) for text in "abcd"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not problems
+    assert [path.name for path in tmp_path.iterdir()] == ["package"] and (tmp_path / "package/manifest.json").read_text() in "abcd"
+
+
+@pytest.mark.parametrize("after", ["_require_owned", "_require_whole"])
+def test_a_package_that_vanishes_while_it_is_loaded_is_one_line(after: str, package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check = getattr(package_module, after)
+
+    def vanishing(*arguments: Any) -> None:
+        check(*arguments)
+        shutil.rmtree(package)
+
+    monkeypatch.setattr(package_module, after, vanishing)
+    with pytest.raises(PackageError, match=r"cannot be read|missing"):
+        load_package(package)
 
 
 def test_a_place_that_cannot_hold_the_package_is_named(tmp_path: Path) -> None:

@@ -1,13 +1,12 @@
 """The family on both backends: specs in which every two options meet are proven; a few in every run, 900 in long ones.
 
-docs/coverage.md is the account of a whole run; scripts/coverage.py writes it.
+scripts/coverage.py writes the account of a whole run.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-import re
 from collections.abc import Iterator
 
 import pytest
@@ -16,7 +15,6 @@ from pagegen.build.triton import Interpreter
 from pagegen.check.cover import prove_cpp, prove_triton, refusal
 from pagegen.check.grid import AXES, PLAIN, Choice, all_pairs, pairs_of, sample, spec_of, why_not
 from pagegen.errors import SpecError
-from tests.conftest import ROOT
 
 CHUNK = 10  # specs of one test
 CPP, TRITON = 600, 300  # specs of a long run
@@ -103,11 +101,3 @@ def test_a_backend_refuses_in_words() -> None:
     )
     with pytest.raises(SpecError):
         spec_of({**PLAIN, "head dim": "576"})
-
-
-def test_the_page_has_every_word_and_nothing_wrong() -> None:
-    page = (ROOT / "docs/coverage.md").read_text()
-    assert "\nWrong: 0.\n" in page
-    assert re.findall(r"^\| ([^|]+) \| ([^|]+) \| (?:\d+|refused: [^|]+) \| (?:\d+|refused: [^|]+) \|$", page, re.MULTILINE) == [
-        (axis, word) for axis, words in AXES.items() for word in words
-    ]

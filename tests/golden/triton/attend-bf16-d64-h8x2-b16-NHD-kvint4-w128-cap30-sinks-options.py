@@ -255,8 +255,8 @@ def attend(
         scores = dot(queries, keys, tl.zeros([ROWS, TILE_KV], tl.float32))
         scores = dot(queries_high, keys_high, scores)
         k_at = block * k_scale_stride_block + slot * k_scale_stride_token + kv_head * k_scale_stride_head
-        k_scales = tl.load(k_scale + k_at, mask=key < end, other=0.0)
-        k_zeros = tl.load(k_zero + k_at, mask=key < end, other=0.0)
+        k_scales = tl.load(k_scale + k_at, mask=(key >= start) & (key < end), other=0.0)
+        k_zeros = tl.load(k_zero + k_at, mask=(key >= start) & (key < end), other=0.0)
         scores -= query_sums[:, None] * k_zeros[None, :]
         scores *= (k_scales * scale)[None, :]
         scores = SOFT_CAP * tanh(scores / SOFT_CAP)
@@ -276,15 +276,15 @@ def attend(
         rescale = tl.exp2(peak - shift)
         values = tl.load(
             v_dims[None, :] + (block * v_stride_block + slot * v_stride_token)[:, None],
-            mask=(key < end)[:, None],
+            mask=((key >= start) & (key < end))[:, None],
             other=0.0,
         )
         values_high = widened(values >> 4)
         values = widened(values & 15)
         total = total * rescale + tl.sum(weights, 1)
         v_at = block * v_scale_stride_block + slot * v_scale_stride_token + kv_head * v_scale_stride_head
-        v_scales = tl.load(v_scale + v_at, mask=key < end, other=0.0)
-        v_zeros = tl.load(v_zero + v_at, mask=key < end, other=0.0)
+        v_scales = tl.load(v_scale + v_at, mask=(key >= start) & (key < end), other=0.0)
+        v_zeros = tl.load(v_zero + v_at, mask=(key >= start) & (key < end), other=0.0)
         weights *= v_scales[None, :]
         zero_sums = zero_sums * rescale + tl.sum(weights * v_zeros[None, :], 1)
         acc = dot(weights, values, acc * rescale[:, None])

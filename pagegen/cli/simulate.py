@@ -157,6 +157,12 @@ class Job:
     emit_workload: Path | None
     phase: str
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.warmup < math.inf:
+            raise ConfigError(f"--warmup {self.warmup} is no number of seconds; it must be 0 or more")
+        if not self.horizon > 0:
+            raise ConfigError(f"--seconds {self.horizon} ends before anything begins; it must be above 0")
+
     def run(self, rows: list[TraceRow], setup: Setup) -> Figures:
         from pagegen.runtime.simulate import simulate
         from pagegen.runtime.simulation.log import EventLog

@@ -59,7 +59,7 @@ def plan(
     other_share: float = 0.05,
 ) -> Plan:
     """`other_share` of the memory is left for activations and the process. Raises ConfigError, SpecError."""
-    length = max_model_len or config.max_position_embeddings
+    length = config.max_position_embeddings if max_model_len is None else max_model_len
     if not 1 <= length <= config.max_position_embeddings:
         raise ConfigError(
             f"max_model_len={length} is not possible; allowed: 1 to the model's {config.max_position_embeddings}"

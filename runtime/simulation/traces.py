@@ -17,6 +17,9 @@ MIN_TOKENS = 4  # shorter prompts and outputs are drawn again, as vLLM's benchma
 _FIXED = re.compile(r"fixed:(\d{1,9})x(\d{1,9})", re.ASCII)
 
 
+MAX_TOKENS = 1 << 24  # of a prompt or an output: the simulator holds a prompt's tokens
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class TraceRow:
     """A request: it arrives after `arrival` seconds with `input` prompt tokens, and each of its `n` samples will have
@@ -31,8 +34,9 @@ class TraceRow:
 
     def __post_init__(self) -> None:
         for name in ("input", "output", "n"):
-            if isinstance(value := getattr(self, name), bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"trace: {name}={value!r} is not a positive whole number")
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_TOKENS:
+                raise ConfigError(f"trace: {name}={value!r} is not a positive whole number up to {MAX_TOKENS}")
         arrival, cap = self.arrival, self.max_tokens
         if isinstance(arrival, bool) or not isinstance(arrival, int | float) or not 0 <= arrival < math.inf:
             raise ConfigError(f"trace: arrival={arrival!r} is not a number of seconds from 0 on")

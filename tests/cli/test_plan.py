@@ -48,6 +48,7 @@ def test_without_a_size_it_is_about_this_machine() -> None:
         ("dummy:tiny", "--mem", "much"),
         ("dummy:tiny", "--dtype", "int8"),
         ("dummy:tiny", "--max-model-len", "513"),
+        ("dummy:tiny", "--max-model-len", "0"),
         ("dummy:tiny", "--block-size", "0"),
         ("dummy:tiny", "--other", "1"),
         ("dummy:tiny", "--length", "0"),

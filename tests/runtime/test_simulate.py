@@ -61,7 +61,8 @@ def test_a_trace_file_is_read_by_arrival_and_a_bad_line_is_named(tmp_path: Path)
     path = tmp_path / "t.jsonl"
     write_trace(path, [TraceRow(2.0, 3, 4), TraceRow(0.5, 1, 1, max_tokens=9, n=2)])
     assert read_trace(path) == [TraceRow(0.5, 1, 1, max_tokens=9, n=2), TraceRow(2.0, 3, 4)]
-    for line in ('{"arrival": 0, "input": 0, "output": 1}', "[1]", "{", '{"arrival": 0, "input": 1, "speed": 2}'):
+    huge = '{"arrival": 0, "input": 99999999999, "output": 1}'
+    for line in (huge, '{"arrival": 0, "input": 0, "output": 1}', "[1]", "{", '{"arrival": 0, "input": 1, "speed": 2}'):
         path.write_text('{"arrival": 0, "input": 1, "output": 1}\n' + line + "\n")
         with pytest.raises(ConfigError, match="line 2"):
             read_trace(path)

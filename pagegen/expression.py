@@ -42,9 +42,9 @@ def render_expression(
         raise SpecError(f"score_mod has {len(text)} characters; allowed: {MAX_LENGTH}")
     try:
         tree = ast.parse(text, mode="eval").body
+        return _Renderer(text, number, functions, logic).number_of(tree)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise SpecError(f"score_mod {text!r} is not an expression; write e.g. score - 0.1 * (q_idx - k_idx)") from None
-    return _Renderer(text, number, functions, logic).number_of(tree)
 
 
 class _Renderer:

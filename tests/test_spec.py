@@ -227,6 +227,7 @@ def test_a_layout_left_to_the_tuner_is_no_layout_yet() -> None:
         ({"soft_cap": "30"}, "soft_cap='30' is not a number"),
         ({"score_mod": "scor * 2"}, "'scor' is not known; names: score"),
         ({"score_mod": 3}, "score_mod=3 is not an expression"),
+        ({"score_mod": "-" * 999 + "1"}, "is not an expression"),
         ({"rotary_dim": 32}, "rotary_dim=32 needs rope"),
         ({"rotary_dim": 31, "rope": "neox"}, "rotary_dim=31 is not supported; allowed: even numbers from 2"),
         ({"rope": "gptj"}, "rope='gptj' is not known; allowed: neox, interleaved"),

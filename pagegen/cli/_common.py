@@ -133,10 +133,18 @@ def _model_spec(model: str) -> KernelSpec:
     return resolve_model(model).config.kernel_spec(DType.BF16)
 
 
+def is_folder(word: str) -> bool:
+    """Whether a word names a folder; False too for what no folder can be named, such as 5000 characters."""
+    try:
+        return Path(word).is_dir()
+    except OSError:
+        return False
+
+
 def _is_file(word: str) -> bool:
     try:
         return Path(word).suffix in (".yaml", ".yml", ".json") or Path(word).is_file()
-    except OSError:  # longer than a file's name can be, for one
+    except OSError:
         return False
 
 

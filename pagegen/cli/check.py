@@ -12,6 +12,7 @@ from pagegen.cli._common import (
     JsonOption,
     ModelOption,
     TargetOption,
+    is_folder,
     note,
     print_json,
     print_table,
@@ -46,7 +47,7 @@ def command(
     json: JsonOption = False,
 ) -> None:
     """Prove kernels against the reference: the correctness gate."""
-    if subject is not None and Path(subject).is_dir():
+    if subject is not None and is_folder(subject):
         if overrides or model or target != "auto":
             raise ConfigError(f"{subject} is a package and states its spec and target; leave out --model, --target and spec options")
         spec, where, reports, variants = check_package(Path(subject), suite, seed)

@@ -72,6 +72,7 @@ def test_python_m_pagegen_is_pagegen() -> None:
         (("cache", "destroy"), "see `pagegen cache --help`"),
         *(((group,), f"Missing command; see `pagegen {group} --help`") for group in ("bench", "cache", "package")),
         (("spec", ""), "neither a file nor a slug"),
+        (("check", "x" * 5000), "neither a file nor a slug"),
         (("check", "bf16-d64-h9x3-b16-NHD", "--seed", str(2**64)), "--seed"),
     ],
 )

@@ -6,11 +6,14 @@ import, so a process either interprets (the worker of `Interpreter`) or compiles
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib.util
 import inspect
+import io
 import os
+import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -482,8 +485,9 @@ def _compile(name: str, call: _Call, target: Target) -> CompiledTriton:
 
     attributes = {(position,): [["tt.divisibility", 16]] for position in call.aligned}
     arch = int(target.arch.removeprefix("sm_")) if target.kind == "cuda" else target.arch
+    said = io.StringIO()  # Triton prints an assembler's complaint on stdout, where a program reads our JSON
     try:
-        with triton.knobs.cache.scope():
+        with triton.knobs.cache.scope(), contextlib.redirect_stdout(said):
             triton.knobs.cache.dir = str(kernel_cache() / "triton")
             result = triton.compile(
                 ASTSource(call.kernel, dict(call.signature), dict(call.constants), attributes),
@@ -492,7 +496,8 @@ def _compile(name: str, call: _Call, target: Target) -> CompiledTriton:
             )
     except (triton.TritonError, RuntimeError) as error:
         first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise BuildError(f"triton cannot compile {name} for {target.name}: {first.strip()}; see the log with --debug", str(error)) from error
+        raise BuildError(f"triton cannot compile {name} for {target.name}: {first.strip()}; see the log with --debug", f"{error}\n{said.getvalue()}") from error
+    print(said.getvalue(), end="", file=sys.stderr)  # what TRITON_* variables ask for
     text, binary = ("ptx", "cubin") if target.kind == "cuda" else ("amdgcn", "hsaco")
     return CompiledTriton(
         name, target, result.metadata.num_warps, result.metadata.shared, result.asm[text], result.asm[binary]

@@ -241,6 +241,16 @@ def test_a_text_that_triton_refuses_is_a_build_error(tmp_path: Path) -> None:
         compile_for(broken)
 
 
+def test_what_triton_prints_of_an_assembler_goes_into_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PAGEGEN_CACHE", str(tmp_path / 'a "quoted" folder'))  # a name that ptxas cannot read
+    with pytest.raises(BuildError, match="triton cannot compile") as caught:
+        compile_for(source(parse_slug("bf16-d64-h8x2-b16-NHD")[0], Op.WRITE_KV))
+    assert "ptxas" in caught.value.log and "\n" not in str(caught.value)
+    assert capfd.readouterr() == ("", "")
+
+
 @pytest.mark.parametrize("damage", [b"", b"launch = 5", b"\xff\xfe"])
 def test_a_damaged_module_is_written_again(damage: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGEGEN_CACHE", str(tmp_path))

@@ -16,7 +16,7 @@ from pagegen.runtime.sampling_params import SamplingParams
 from pagegen.runtime.scheduler import DEFAULT_MAX_NUM_SEQS, Preemption
 from pagegen.runtime.sequence import FinishReason
 from pagegen.runtime.tokenizer import Message
-from pagegen.spec import DType
+from pagegen.spec import FLOATS, DType
 
 
 class LLM:
@@ -45,8 +45,8 @@ class LLM:
         swap_bytes: int | None = None,
         prefix_cache: bool = True,
     ) -> None:
-        if dtype not in tuple(DType):
-            raise ConfigError(f"dtype={dtype!r} is not known; allowed: {', '.join(DType)}; change dtype")
+        if dtype not in FLOATS:
+            raise ConfigError(f"dtype={dtype!r} is not known; allowed: {', '.join(FLOATS)}; change dtype")
         if preemption not in tuple(Preemption):
             raise ConfigError(f"preemption={preemption!r} is not known; allowed: {', '.join(Preemption)}")
         config = EngineConfig(

@@ -80,5 +80,6 @@ def test_an_interrupt_leaves_nothing_running(llm: LLM, monkeypatch: pytest.Monke
 def test_a_model_or_dtype_that_is_not_known_is_refused() -> None:
     with pytest.raises(ModelError, match="dummy:nothing"):
         LLM("dummy:nothing")
-    with pytest.raises(ConfigError, match="dtype='fp8'"):
-        LLM("dummy:tiny", dtype="fp8")
+    for dtype in ("fp8", "int8"):  # no dtype at all, and one of caches only
+        with pytest.raises(ConfigError, match=f"dtype='{dtype}' is not known; allowed: fp32, bf16, fp16;"):
+            LLM("dummy:tiny", dtype=dtype)

@@ -21,12 +21,16 @@ app = typer.Typer(rich_markup_mode=None)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Entry:
-    """A built kernel, a kernel package, or what a killed process left of one. Bytes; last use as a POSIX time."""
+    """A built kernel, a kernel package, or what a killed process left of one. Bytes; last use as a POSIX time.
+
+    `content` is what its source says of itself in its first line.
+    """
 
     kind: str
     path: Path
     size: int
     last_use: float
+    content: str = ""
 
 
 @app.command(
@@ -37,11 +41,15 @@ def list_entries(json: JsonOption = False) -> None:
     found = sorted(entries(), key=lambda entry: -entry.last_use)
     total = sum(entry.size for entry in found)
     if json:
-        rows = [{"kind": e.kind, "path": str(e.path), "bytes": e.size, "last_use": _when(e.last_use)} for e in found]
+        rows = [
+            {"kind": e.kind, "content": e.content, "path": str(e.path), "bytes": e.size, "last_use": _when(e.last_use)}
+            for e in found
+        ]
         print_json({"rows": rows, "bytes": total})
         return
-    table = [(e.kind, e.path.name, format_size(e.size), _when(e.last_use)) for e in found]
-    print_table(f"{kernel_cache().parent}: {format_size(total)}", ("kind", "name", "size", "last use"), table)
+    table = [(e.kind, e.content or e.path.name, format_size(e.size), _when(e.last_use)) for e in found]
+    columns = ("kind", "content", "size", "last use")
+    print_table(f"{kernel_cache().parent}: {format_size(total)}", columns, table)
 
 
 @app.command(
@@ -74,7 +82,7 @@ def entries() -> list[Entry]:
             with contextlib.suppress(FileNotFoundError):  # another process removes it just now
                 last_use = path.stat().st_mtime
                 if not path.name.startswith("."):
-                    found.append(Entry(kind, path, _size(path), last_use))
+                    found.append(Entry(kind, path, _size(path), last_use, _content(path)))
                 elif time.time() - last_use > UNFINISHED_AFTER:
                     found.append(Entry("unfinished", path, _size(path), last_use))
     return found
@@ -82,6 +90,15 @@ def entries() -> list[Entry]:
 
 def _size(folder: Path) -> int:
     return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file() or path.is_symlink())
+
+
+def _content(folder: Path) -> str:
+    """The first line of the source in a folder, without the marks of a comment; empty where there is none."""
+    for source in (*folder.glob("kernel.*"), *folder.glob("driver.c"), *folder.glob("__init__.py")):
+        if source.suffix in (".cpp", ".c", ".py"):
+            with contextlib.suppress(OSError, UnicodeDecodeError), source.open(encoding="utf-8") as file:
+                return file.readline().strip('/#" \n').partition(". ")[0]
+    return ""
 
 
 def _when(seconds: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Protocol
@@ -17,9 +18,19 @@ if TYPE_CHECKING:
     from pagegen.runtime.models.config import ModelConfig
     from pagegen.spec import DType
 
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelRow:
+    """Who computes an architecture: `class_name` in `runtime/models/<module>.py`. `model_type` is the file's short name."""
+
+    model_type: str
+    module: str
+    class_name: str
+
+
 MODELS = {
-    "LlamaForCausalLM": ("llama", "LlamaForCausalLM"),
-    "MistralForCausalLM": ("llama", "LlamaForCausalLM"),  # the same network where there is no sliding window
+    "LlamaForCausalLM": ModelRow("llama", "llama", "LlamaForCausalLM"),
+    "MistralForCausalLM": ModelRow("mistral", "llama", "LlamaForCausalLM"),  # the same where there is no sliding window
 }
 
 
@@ -36,10 +47,22 @@ class CausalLM(Protocol):
         ...
 
 
+def architecture_of(model_type: object) -> str:
+    """The architecture with this `model_type`. Raises ModelError for one without a row."""
+    rows = {row.model_type: architecture for architecture, row in MODELS.items()}
+    if not isinstance(model_type, str) or model_type not in rows:
+        raise ModelError(f"model_type {model_type!r} is not supported; allowed: {', '.join(rows)}")
+    return rows[model_type]
+
+
+def check_architecture(architecture: str) -> None:
+    """Raises ModelError for an architecture without a row."""
+    if architecture not in MODELS:
+        raise ModelError(f"architecture {architecture!r} is not supported; allowed: {', '.join(MODELS)}")
+
+
 def build_model(config: ModelConfig, weights: Mapping[str, torch.Tensor], dtype: DType) -> CausalLM:
-    """The model of config.architecture with these weights. Raises ModelError for an architecture without a row."""
-    if config.architecture not in MODELS:
-        raise ModelError(f"architecture {config.architecture!r} is not supported; allowed: {', '.join(MODELS)}")
-    module, name = MODELS[config.architecture]
-    model: CausalLM = getattr(import_module(f"{__name__}.{module}"), name)(config, weights, dtype)
+    """The model of config.architecture with these weights."""
+    row = MODELS[config.architecture]
+    model: CausalLM = getattr(import_module(f"{__name__}.{row.module}"), row.class_name)(config, weights, dtype)
     return model

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from pagegen.errors import ModelError
+from pagegen.runtime.models import architecture_of, check_architecture
 from pagegen.spec import DType, KernelSpec, KVLayout
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}  # HF model_type -> architecture
 MAX_LAYERS = 1024  # a damaged file must not make us list a billion weights
 
 
@@ -79,10 +79,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.architecture not in ARCHITECTURES.values():
-            raise ModelError(
-                f"architecture {self.architecture!r} is not supported; allowed: {', '.join(ARCHITECTURES.values())}"
-            )
+        check_architecture(self.architecture)
         for name in _SIZES.values():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
@@ -205,10 +202,7 @@ def _architecture(values: Mapping[str, Any]) -> str:
     stated = values.get("architectures")
     if isinstance(stated, list) and stated:
         return str(stated[0])[:100]
-    model_type = values.get("model_type")
-    if model_type not in ARCHITECTURES:
-        raise ModelError(f"model_type {model_type!r} is not supported; allowed: {', '.join(ARCHITECTURES)}")
-    return ARCHITECTURES[model_type]
+    return architecture_of(values.get("model_type"))
 
 
 def _refuse_features(values: Mapping[str, Any]) -> None:

@@ -13,7 +13,8 @@ import torch
 from tokenizers import Regex, decoders, models, pre_tokenizers
 
 from pagegen.errors import ModelError
-from pagegen.runtime.models.config import ARCHITECTURES, ModelConfig, RopeScaling
+from pagegen.runtime.models import architecture_of
+from pagegen.runtime.models.config import ModelConfig, RopeScaling
 from pagegen.runtime.tokenizer import Tokenizer
 from pagegen.runtime.weights.gguf import GGUF, REMEDY, read_gguf
 
@@ -185,7 +186,7 @@ def _config(file: GGUF, vocabulary: _Vocabulary) -> ModelConfig:
         if file.get(key, int, head_dim) != head_dim:
             raise ModelError(f"{file.path}: {key} differs from the head size {head_dim}, which is not supported")
     config = ModelConfig(
-        architecture=ARCHITECTURES[arch],
+        architecture=architecture_of(arch),
         num_layers=file.get("llama.block_count", int),
         hidden_size=hidden,
         num_heads=heads,

@@ -78,6 +78,13 @@ def test_cache_lists_kernels_and_packages(own_cache: Path) -> None:
     assert "tuned" in run("cache", "list").stdout
 
 
+def test_cache_says_what_a_kernel_is(own_cache: Path) -> None:
+    fill(own_cache)
+    (own_cache / "kernels" / "aaa" / "kernel.cpp").write_text("// attend cpu:avx2 fp32-d8-h1x1-b4-NHD\n#include <omp.h>\n")
+    listed = run("cache", "list").stdout
+    assert "attend cpu:avx2 fp32-d8-h1x1-b4-NHD" in " ".join(listed.split()) and "aaa" not in listed
+
+
 def test_clear_keeps_packages_unless_they_are_named(own_cache: Path) -> None:
     fill(own_cache)
     assert run("cache", "clear", "--json").document["bytes"] == 2100

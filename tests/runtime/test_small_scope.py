@@ -97,6 +97,7 @@ def test_every_history_of_five_changes(cache: bool) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("cache", [False, True])
 def test_every_history_of_eight_changes(cache: bool) -> None:
     assert explore(paged(cache), depth=8) > 30_000

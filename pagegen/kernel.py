@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import math
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,6 +41,7 @@ from typing import Protocol
 import torch
 
 from .errors import KernelError
+from .memory import HUGE_PAGE, zeros_in_huge_pages
 from .spec import DType, KernelSpec, KVLayout, KVScale, Op, Order
 
 ABI_VERSION = 1
@@ -180,13 +182,32 @@ class PagedKernels(Protocol):
 
 
 def allocate_cache(spec: KernelSpec, num_blocks: int, device: str | torch.device = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
-    """Zeroed (k_cache, v_cache) for `num_blocks` blocks of one layer; with v_in_k the second is a view of the first."""
+    """Zeroed (k_cache, v_cache) for `num_blocks` blocks of one layer; with v_in_k the second is a view of the first.
+
+    On a CPU both lie in one piece of memory, in pages of 2 MiB where it is as large and the system grants them.
+    """
     layout, dtype = spec.kv_layout, TORCH_DTYPES[spec.cache_dtype]
-    k = torch.zeros(layout.k_shape(num_blocks, spec.block_size, spec.kv_heads, spec.k_width), dtype=dtype, device=device)
+    k_shape = layout.k_shape(num_blocks, spec.block_size, spec.kv_heads, spec.k_width)
+    v_shape = layout.v_shape(num_blocks, spec.block_size, spec.kv_heads, spec.v_width)
+    k_size, v_size = math.prod(k_shape), 0 if spec.v_in_k else math.prod(v_shape)
+    begin_v = -(-k_size // 64) * 64  # every row of V stays as well aligned as it was
+    count = begin_v + v_size
+    on_host = torch.device(device).type == "cpu"
+    memory = allocate_bytes(count * dtype.itemsize).view(dtype) if on_host else torch.zeros(count, dtype=dtype, device=device)
+    k = memory[:k_size].view(k_shape)
     if spec.v_in_k:
         return k, k[..., : spec.dim_v]
-    v = torch.zeros(layout.v_shape(num_blocks, spec.block_size, spec.kv_heads, spec.v_width), dtype=dtype, device=device)
-    return k, v
+    return k, memory[begin_v : begin_v + v_size].view(v_shape)
+
+
+def allocate_bytes(num_bytes: int) -> torch.Tensor:
+    """Zeroed uint8 host memory, in pages of 2 MiB where it is as large and the system grants them."""
+    if num_bytes < HUGE_PAGE:
+        return torch.zeros(num_bytes, dtype=torch.uint8)
+    try:
+        return torch.frombuffer(zeros_in_huge_pages(num_bytes), dtype=torch.uint8)
+    except OSError as error:  # as torch says it
+        raise RuntimeError(f"no memory for {num_bytes} bytes: {error}") from error
 
 
 def allocate_scales(spec: KernelSpec, num_blocks: int, device: str | torch.device = "cpu") -> KVScales | None:

@@ -60,10 +60,10 @@ from pagegen.spec import PAGED_OPS, KernelSpec, Op
 from pagegen.target import Fingerprint, Target, hardware_fingerprint, is_present, parse_target
 
 VENDORED = (
-    *("errors.py", "expression.py", "paths.py", "spec.py", "target.py", "space.py", "records.py", "kernel.py", "transfer.py", "reference.py"),
+    *("errors.py", "expression.py", "paths.py", "memory.py", "spec.py", "target.py", "space.py", "records.py", "kernel.py", "transfer.py", "reference.py"),
     *("build/cpp.py", "build/triton.py", "explain.py", "loader.py"),
     *(f"check/{name}.py" for name in ("case", "suite", "pool", "tensors", "tolerance", "compare")),
-    *("tuning/measure.py", "tuning/workload.py", "tuning/baselines.py"),
+    *("tuning/machine.py", "tuning/measure.py", "tuning/workload.py", "tuning/baselines.py"),
 )
 RENDERED = {
     "pyproject.toml": "package/pyproject.toml.jinja",

@@ -4,6 +4,7 @@
 |-----------------|-----------------------------------------------------|----------------------------------|
 | PAGEGEN_CACHE   | built kernels and packages of this user (written)   | $XDG_CACHE_HOME or ~/.cache, /pagegen |
 | PAGEGEN_CXX     | the C++ compiler                                    | g++, else clang++                |
+| PAGEGEN_TIMING_LOCK | the file that whoever times on this machine holds | pagegen-timing.lock in /run/lock, else /tmp |
 
 Vendored into every kernel package. The package folder and the installation are never written.
 """
@@ -27,6 +28,16 @@ TEMPLATES = Path(__file__).parent / "templates"
 def compiler_override() -> str | None:
     """$PAGEGEN_CXX, or None."""
     return os.environ.get("PAGEGEN_CXX") or None
+
+
+def timing_lock() -> Path:
+    """The lock file of all timings of this machine, in a folder that its users share."""
+    named = os.environ.get("PAGEGEN_TIMING_LOCK")
+    if named:
+        return Path(named)
+    folder = Path("/run/lock")
+    everybodys = folder.is_dir() and folder.stat().st_mode & stat.S_IWOTH  # in some systems it is root's alone
+    return (folder if everybodys else Path("/tmp")) / "pagegen-timing.lock"
 
 
 def cache_dir() -> Path:

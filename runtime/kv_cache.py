@@ -11,7 +11,7 @@ import torch
 
 from pagegen.errors import ConfigError
 from pagegen.kernel import PagedKernels, allocate_cache
-from pagegen.runtime.memory import free_bytes
+from pagegen.memory import free_bytes
 from pagegen.spec import KernelSpec
 
 MAX_BLOCKS = 2**31 - 1  # block tables hold 32-bit numbers

@@ -9,7 +9,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
+import os
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -63,6 +65,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    lock = Path(tempfile.gettempdir()) / f"pagegen-tests-{os.getpid()}.lock"
+    os.environ.setdefault("PAGEGEN_TIMING_LOCK", str(lock))  # tests do not wait for who measures on this machine
+    config.add_cleanup(lambda: lock.unlink(missing_ok=True))
     for capability in CAPABILITIES:
         config.addinivalue_line("markers", f"{capability.mark}: {capability.reason}")
 

@@ -1,7 +1,8 @@
 """What a kernel is compared with: torch's scaled_dot_product_attention in the three forms that users write.
 
-None of them reads a paged cache. `sdpa_gather` pays for making it contiguous in each call, as a user must whose cache
-is paged; `sdpa_gqa` and `sdpa_folded` are given contiguous KV for nothing, which flatters them.
+None of them reads a paged cache, or a quantised one. `sdpa_gather` pays for making it contiguous in each call, and for
+dequantising it, as a user must whose cache is paged; `sdpa_gqa` and `sdpa_folded` are given contiguous KV in spec.dtype
+for nothing, which flatters them.
 
 Vendored into every kernel package: relative imports, torch and the standard library only.
 """
@@ -15,8 +16,9 @@ from collections.abc import Callable
 import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
+from ..kernel import TORCH_DTYPES
 from ..reference import token_view
-from ..spec import KernelSpec
+from ..spec import DType, KernelSpec, KVScale
 from .workload import Inputs  # noqa: TID251  # vendored: must stay relative
 
 FORMS = ("sdpa_gather", "sdpa_gqa", "sdpa_folded")
@@ -40,17 +42,23 @@ class _Group:
 
 
 class SdpaBaselines:
-    """The three forms for one batch; each call writes `inputs.out`. Sequences of equal lengths share a call."""
+    """The three forms for one batch; each call writes `inputs.out`. Sequences of equal lengths share a call.
+
+    A spec with an option between the scores and the softmax, which SDPA has no words for, has no baselines.
+    """
 
     def __init__(self, inputs: Inputs) -> None:
         self.inputs, self.spec = inputs, inputs.spec
+        self._groups: list[_Group] = []
+        if not _expressible(self.spec):
+            return
         self._groups = _grouped(inputs)
         copies = [[self._gather(group, table) for group in self._groups] for table in inputs.block_tables]
         self._turn = itertools.cycle(copies)
 
     def calls(self) -> dict[str, Callable[[], None]]:
-        """Form to call, as `measure` takes them."""
-        return {"sdpa_gather": self.gather, "sdpa_gqa": self.gqa, "sdpa_folded": self.folded}
+        """Form to call, as `measure` takes them; empty if SDPA cannot say what the spec says."""
+        return {} if not self._groups else {"sdpa_gather": self.gather, "sdpa_gqa": self.gqa, "sdpa_folded": self.folded}
 
     def gather(self) -> None:
         """Gathers K and V through the block table, then the enable_gqa form."""
@@ -75,7 +83,8 @@ class SdpaBaselines:
 
     def _grouped_query(self, group: _Group, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         q, scale = group.queries(self.inputs.q), self.spec.softmax_scale
-        square = self.spec.causal and q.shape[2] == group.context > 1  # is_causal aligns to the upper left
+        # is_causal aligns to the upper left, which is right for a square only
+        square = self.spec.causal and self.spec.window is None and q.shape[2] == group.context > 1
         mask = None if square else group.mask
         return sdpa(q, k, v, attn_mask=mask, is_causal=square, scale=scale, enable_gqa=self.spec.group > 1)
 
@@ -85,11 +94,32 @@ class SdpaBaselines:
     def _gather(self, group: _Group, block_table: torch.Tensor) -> Contiguous:
         width = -(-group.context // self.spec.block_size)
         blocks = block_table[group.seqs, :width]
-        layout, pool = self.spec.kv_layout, self.inputs.pool
-        return (
-            _contiguous(token_view(layout.k_order, pool.k_cache[blocks.flatten()]), group),
-            _contiguous(token_view(layout.v_order, pool.v_cache[blocks.flatten()]), group),
-        )
+        layout, pool, scales = self.spec.kv_layout, self.inputs.pool, self.inputs.pool.scales
+        picked = blocks.flatten()
+        k = token_view(layout.k_order, pool.k_cache[picked])
+        v = token_view(layout.v_order, pool.v_cache[picked])
+        if scales is not None:
+            k = _dequantised(self.spec, k, picked, scales.k_scale, scales.k_zero)
+            v = _dequantised(self.spec, v, picked, scales.v_scale, scales.v_zero)
+        return _contiguous(k, group), _contiguous(v, group)
+
+
+def _expressible(spec: KernelSpec) -> bool:
+    return not (spec.soft_cap or spec.alibi or spec.sinks or spec.mask or spec.score_mod)
+
+
+def _dequantised(
+    spec: KernelSpec, stored: torch.Tensor, blocks: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None
+) -> torch.Tensor:
+    """Stored items of `blocks` as spec.dtype numbers, in the few steps in which a user of torch would do it."""
+    dtype = TORCH_DTYPES[spec.dtype]
+    by_token = spec.kv_scale is KVScale.TOKEN_HEAD
+    values = (torch.cat((stored & 15, stored >> 4), dim=-1) if spec.cache_dtype is DType.INT4 else stored).to(dtype)
+    if zero is not None:
+        values = values - (zero[blocks] if by_token else zero)[..., None].to(dtype)
+    elif spec.cache_dtype is DType.INT4:
+        values = values - 8
+    return values * (scale[blocks] if by_token else scale)[..., None].to(dtype)
 
 
 def _contiguous(blocks: torch.Tensor, group: _Group) -> torch.Tensor:
@@ -114,9 +144,16 @@ def _grouped(inputs: Inputs) -> list[_Group]:
 
 
 def _lower_right(spec: KernelSpec, rows: int, context: int, like: torch.Tensor) -> torch.Tensor | None:
-    """Additive causal mask of `rows` queries that end the context; None if every query sees every key."""
-    if not spec.causal or rows == 1:
+    """Additive mask of `rows` queries that end the context; None if every query sees every key."""
+    own = (context - rows + torch.arange(rows, device=like.device))[:, None]
+    keys = torch.arange(context, device=like.device)[None, :]
+    hidden = torch.zeros(rows, context, dtype=torch.bool, device=like.device)
+    if spec.causal:
+        hidden |= keys > own
+    if spec.window is not None:
+        hidden |= keys <= own - spec.window
+    if spec.window_right is not None:
+        hidden |= keys > own + spec.window_right
+    if not hidden.any():
         return None
-    own = context - rows + torch.arange(rows, device=like.device)
-    hidden = torch.arange(context, device=like.device)[None, :] > own[:, None]
     return torch.zeros(rows, context, dtype=like.dtype, device=like.device).masked_fill_(hidden, float("-inf"))

@@ -7,14 +7,12 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
-
 from pagegen.kernel import PagedKernels
 from pagegen.spec import KernelSpec, Phase
-from pagegen.target import Target, detect
+from pagegen.target import Target
 from pagegen.tuning.baselines import SdpaBaselines
-from pagegen.tuning.measure import Interval, Measurement, geomean_of_medians, measure
-from pagegen.tuning.workload import Inputs, Point, Pool, Workload, cold_bytes
+from pagegen.tuning.measure import Interval, Measurement, geomean_of_medians, measure, stopwatch_for
+from pagegen.tuning.workload import Inputs, Point, Pool, Workload, cold_bytes_on
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,7 +45,7 @@ def rows_of(spec: KernelSpec, phase: Phase, measured: Mapping[Point, Measurement
                     point.name,
                     name,
                     Interval(taken.median, taken.low, taken.high),
-                    geomean_of_medians([measurement.ratios(name)], [1.0]),
+                    measurement.ratio(name),
                     point.kv_bytes(spec) / taken.median / 1e9,
                     point.flops(spec) / taken.median / 1e9,
                     taken.rounds,
@@ -79,16 +77,15 @@ def bench(
     anchor, first = next(iter(contenders.items()))
     device = "cpu" if target.kind == "cpu" else "cuda"
     points = tuple(point for workload in workloads for point in workload.points)
-    pool = Pool.for_points(first.spec, points, cold_bytes(detect().caches if device == "cpu" else {}), device)
+    pool = Pool.for_points(first.spec, points, cold_bytes_on(device), device)
     rows: list[Row] = []
     for workload in workloads:
         for point in workload.points:
-            inputs = Inputs(pool, point)
+            inputs = Inputs(pool, point, warm=workload.warm)
             calls = {name: inputs.bind(kernels.attend) for name, kernels in contenders.items()}
             if with_sdpa:
                 calls |= SdpaBaselines(inputs).calls()
-            wait = torch.cuda.synchronize if device == "cuda" else None
-            measured = measure(calls, anchor, seconds=seconds, synchronize=wait)
+            measured = measure(calls, anchor, seconds=seconds, stopwatch=stopwatch_for(device))
             rows += rows_of(first.spec, workload.phase, {point: measured})
             if watch:
                 watch(point.name)

@@ -35,8 +35,9 @@ from pagegen.space import Config
 from pagegen.spec import KernelSpec, Op, Phase
 from pagegen.target import Target, detect, parse_target
 from pagegen.tuning.baselines import SdpaBaselines
-from pagegen.tuning.measure import Measurement, geomean_of_medians, measure
-from pagegen.tuning.workload import Inputs, Point, Pool, Workload, cold_bytes
+from pagegen.tuning.machine import exclusive
+from pagegen.tuning.measure import Measurement, geomean_of_medians, measure, stopwatch_for
+from pagegen.tuning.workload import Inputs, Point, Pool, Workload, cold_bytes_on
 
 PRESETS = Path(__file__).parent / "presets"
 MAX_KV_BYTES = 64 << 20  # of one call: larger batches of a preset are left out
@@ -44,6 +45,8 @@ POINT_SECONDS = 0.08  # of interleaved rounds a point, candidate and anchor toge
 STARTUP_TIMEOUT = 120.0  # seconds until the timing process has torch and a filled cache
 POINT_TIMEOUT = 30.0  # seconds beyond those asked for, a point
 CANDIDATE, DEFAULT = "candidate", "default"
+# Threads stay on their cores, and torch's own tensors lie in 2 MiB pages like the KV; what the user has set stands.
+PINNED = {"OMP_PROC_BIND": "close", "OMP_PLACES": "cores", "THP_MEM_ALLOC_ENABLE": "1"}
 
 
 def preset(phase: Phase, spec: KernelSpec) -> Workload:
@@ -79,6 +82,7 @@ class _Request:
     point: Point
     seconds: float
     with_sdpa: bool
+    warm: bool
 
 
 class Timer:
@@ -93,15 +97,23 @@ class Timer:
         self._connection: Connection | None = None
 
     def time(
-        self, configs: Mapping[str, Config], anchor: str, point: Point, seconds: float, with_sdpa: bool = False
+        self,
+        configs: Mapping[str, Config],
+        anchor: str,
+        point: Point,
+        seconds: float,
+        *,
+        with_sdpa: bool = False,
+        warm: bool = False,
     ) -> Measurement:
-        """Times `attend` of each config, and the SDPA forms, on one batch.
+        """Times `attend` of each config, and the SDPA forms, on one batch, while no other timing runs on this machine.
 
         Raises TimerDied if a candidate took the process with it; PagegenError for what it refuses.
         """
         connection = self._connection or self._start()
-        connection.send(_Request(configs, anchor, point, seconds, with_sdpa))
-        answer = self._receive(connection, seconds + POINT_TIMEOUT)
+        with exclusive():
+            connection.send(_Request(configs, anchor, point, seconds, with_sdpa, warm))
+            answer = self._receive(connection, seconds + POINT_TIMEOUT)
         if isinstance(answer, PagegenError):
             raise answer
         assert isinstance(answer, Measurement)
@@ -126,7 +138,7 @@ class Timer:
             pass_fds=[its.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": path},
+            env={**PINNED, **os.environ, "PYTHONPATH": path},
             start_new_session=True,  # Ctrl-C is for the tuner; it ends this process itself
         )
         its.close()
@@ -169,7 +181,7 @@ def serve(handle: int) -> None:
 
 
 def _answer(request: _Request, pool: Pool, target: Target, kernels: dict[Config, Attend]) -> Measurement:
-    inputs = Inputs(pool, request.point)
+    inputs = Inputs(pool, request.point, warm=request.warm)
     calls = {}
     for name, config in request.configs.items():
         if config not in kernels:
@@ -177,8 +189,9 @@ def _answer(request: _Request, pool: Pool, target: Target, kernels: dict[Config,
         calls[name] = inputs.bind(kernels[config])
     if request.with_sdpa:
         calls |= SdpaBaselines(inputs).calls()
-    wait = torch.cuda.synchronize if pool.device == "cuda" else None
-    return measure(calls, request.anchor, seconds=request.seconds, synchronize=wait)
+    timed = stopwatch_for(pool.device)
+    # The tuner holds the machine's lock: a wait for it must not look like a candidate that hangs.
+    return measure(calls, request.anchor, seconds=request.seconds, stopwatch=timed, lock=contextlib.nullcontext())
 
 
 # --- the evaluator ---------------------------------------------------------------------------------------------------
@@ -198,8 +211,8 @@ class Evaluator:
             "threads": self.threads,
         }
         points = tuple(point for workload in workloads.values() for point in workload.points)
-        caches = detect().caches if target.kind == "cpu" else {}
-        self._timer = Timer(_Setup(spec, target.name, points, cold_bytes(caches), self.threads))
+        device = "cpu" if target.kind == "cpu" else "cuda"
+        self._timer = Timer(_Setup(spec, target.name, points, cold_bytes_on(device), self.threads))
 
     def __enter__(self) -> Self:
         return self
@@ -229,8 +242,10 @@ class Evaluator:
         Raises CheckError if one of them takes the timing process down after all.
         """
         try:
+            workload = self.workloads[phase]
             return {
-                point: self._timer.time(configs, anchor, point, seconds, with_sdpa) for point in self.workloads[phase].points
+                point: self._timer.time(configs, anchor, point, seconds, with_sdpa=with_sdpa, warm=workload.warm)
+                for point in workload.points
             }
         except TimerDied as error:
             raise CheckError(f"a config that had passed the gate failed in {phase}: {error}; run the command again") from None
@@ -250,11 +265,11 @@ class Evaluator:
         values = config.to_dict()
         configs = {DEFAULT: self.default} if config == self.default else {DEFAULT: self.default, CANDIDATE: config}
         name = next(reversed(configs))
-        points = self.workloads[phase].points
+        points, warm = self.workloads[phase].points, self.workloads[phase].warm
         measured: list[Measurement] = []
         for point in points:
             try:
-                measured.append(self._timer.time(configs, DEFAULT, point, POINT_SECONDS))
+                measured.append(self._timer.time(configs, DEFAULT, point, POINT_SECONDS, warm=warm))
             except TimerDied as error:
                 return Evaluation(error.status, values, f"{point.name}: {error}")
             except PagegenError as error:

@@ -5,16 +5,19 @@ Vendored into every kernel package: relative imports, torch and the standard lib
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 
 from ..errors import PagegenError
 from ..records import Timing
+from .machine import NO_DISTURBANCE, Disturbance, Watch, exclusive  # noqa: TID251  # vendored: must stay relative
 
 CONFIDENCE = 0.95
 RESAMPLES = 1000
@@ -43,6 +46,8 @@ class Measurement:
 
     anchor: str
     seconds: Mapping[str, tuple[float, ...]]
+    seed: int = 0  # of the order of the calls
+    disturbance: Disturbance = NO_DISTURBANCE
 
     def timing(self, name: str) -> Timing:
         """The median call of `name`, with its interval."""
@@ -53,6 +58,58 @@ class Measurement:
         """Time of `name` over the anchor's, round by round: below 1 is faster."""
         return tuple(mine / its for mine, its in zip(self.seconds[name], self.seconds[self.anchor], strict=True))
 
+    def ratio(self, name: str) -> Interval:
+        """The median of `ratios`, with its interval: `name` is slower than the anchor if that lies above 1."""
+        return geomean_of_medians([self.ratios(name)], [1.0])
+
+
+class Stopwatch(Protocol):
+    """Seconds of one of `count` calls that follow each other."""
+
+    def __call__(self, call: Call, count: int) -> float: ...
+
+
+class HostClock:
+    """Time on the host, for calls that have ended when they return."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+
+    def __call__(self, call: Call, count: int) -> float:
+        """See `Stopwatch`."""
+        begin = self._clock()
+        for _ in range(count):
+            call()
+        return (self._clock() - begin) / count
+
+
+class DeviceClock:
+    """Time on a GPU, between two events in its stream (`runtime` is torch.cuda, also for AMD's devices).
+
+    The device sleeps first, so that the host is ahead and its launches are not what is timed.
+    """
+
+    SLEEP_CYCLES = 2_000_000  # about a millisecond
+
+    def __init__(self, runtime: Any = torch.cuda) -> None:
+        self._runtime = runtime
+
+    def __call__(self, call: Call, count: int) -> float:
+        """See `Stopwatch`."""
+        begin, end = (self._runtime.Event(enable_timing=True) for _ in range(2))
+        self._runtime._sleep(self.SLEEP_CYCLES)
+        begin.record()
+        for _ in range(count):
+            call()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3 / count
+
+
+def stopwatch_for(device: str) -> Stopwatch:
+    """How calls on a torch device are timed."""
+    return HostClock() if device == "cpu" else DeviceClock()
+
 
 def measure(
     candidates: Mapping[str, Call],
@@ -61,52 +118,48 @@ def measure(
     seconds: float = 0.2,
     min_rounds: int = 5,
     max_rounds: int = 200,
-    synchronize: Call | None = None,
+    stopwatch: Stopwatch | None = None,
     clock: Callable[[], float] = time.perf_counter,
-    seed: int = 0,
+    seed: int | None = None,
+    lock: contextlib.AbstractContextManager[None] | None = None,
 ) -> Measurement:
-    """Runs every candidate once a round, in a new order each round, for about `seconds` of wall time in all.
+    """Runs every candidate once a round for about `seconds` of wall time in all, while no other timing runs.
 
-    A candidate must not depend on what another left behind: on a device that runs asynchronously `synchronize` waits
-    for it. Raises MeasureError for times that are zero, negative or not finite.
+    A round's order is drawn, the next round goes through it backwards: what drifts evenly cancels over the two. `seed`
+    makes the orders again; by default each measurement has its own. `lock` is `exclusive()` unless the caller holds it.
+    Raises MeasureError for times that are zero, negative or not finite.
     """
     if anchor not in candidates:
         raise MeasureError(f"anchor {anchor!r} is not measured; candidates: {', '.join(candidates) or 'none'}")
-    wait = synchronize or _no_wait
-    fastest = min(_warm_up(call, wait, clock) for call in candidates.values())
-    calls = min(MAX_CALLS, max(1, math.ceil(SAMPLE_SECONDS / fastest))) if fastest > 0 else 1
+    timed = stopwatch or HostClock(clock)
+    seed = random.SystemRandom().getrandbits(32) if seed is None else seed
+    shuffler, order = random.Random(seed), list(candidates)
     samples: dict[str, list[float]] = {name: [] for name in candidates}
-    order, shuffler = list(candidates), random.Random(seed)
-    begin = clock()
-    for done in range(max_rounds):
-        if done >= min_rounds and clock() - begin >= seconds:
-            break
-        shuffler.shuffle(order)
-        for name in order:
-            samples[name].append(_sample(candidates[name], calls, wait, clock))
+    with lock or exclusive():
+        fastest = min(_warm_up(call, timed) for call in candidates.values())
+        calls = min(MAX_CALLS, max(1, math.ceil(SAMPLE_SECONDS / fastest))) if fastest > 0 else 1
+        watch, begin = Watch(), clock()
+        for done in range(max_rounds):
+            if done >= min_rounds and clock() - begin >= seconds:
+                break
+            if done % 2:
+                order.reverse()
+            else:
+                shuffler.shuffle(order)
+            watch.tick()
+            for name in order:
+                samples[name].append(timed(candidates[name], calls))
+        disturbance = watch.disturbance()
     for name, values in samples.items():
         bad = next((value for value in values if not (math.isfinite(value) and value > 0)), None)
         if bad is not None:
             raise MeasureError(f"{name}: the clock measured {bad} s for one call; times must be positive and finite")
-    return Measurement(anchor, {name: tuple(values) for name, values in samples.items()})
+    return Measurement(anchor, {name: tuple(values) for name, values in samples.items()}, seed, disturbance)
 
 
-def _no_wait() -> None:
-    """A CPU call has ended when it returns."""
-
-
-def _warm_up(call: Call, wait: Call, clock: Callable[[], float]) -> float:
-    call()  # page faults, thread pool, instruction cache
-    return _sample(call, 1, wait, clock)
-
-
-def _sample(call: Call, calls: int, wait: Call, clock: Callable[[], float]) -> float:
-    wait()
-    begin = clock()
-    for _ in range(calls):
-        call()
-    wait()
-    return (clock() - begin) / calls
+def _warm_up(call: Call, timed: Stopwatch) -> float:
+    timed(call, 1)  # page faults, thread pool, instruction cache
+    return timed(call, 1)
 
 
 def geomean_of_medians(groups: Sequence[Sequence[float]], weights: Sequence[float], seed: int = 0) -> Interval:

@@ -16,11 +16,16 @@ from typing import Any
 import torch
 
 from ..errors import ConfigError
-from ..kernel import TORCH_DTYPES, Attend, allocate_cache
-from ..spec import KernelSpec, Phase
+from ..kernel import NO_ATTEND_EXTRAS, TORCH_DTYPES, Attend, AttendExtras, allocate_cache, allocate_scales
+from ..memory import free_bytes, huge_page_share
+from ..spec import DType, KernelSpec, Phase
+from ..target import detect
+from ..transfer import block_bytes
 
 WORKLOAD_FORMAT = 1
-MAX_COLD_BYTES = 256 << 20  # of KV that the copies of a batch cover at most
+UNKNOWN_CACHE = 128 << 20  # bytes of a last-level cache that nobody tells us
+MAX_COPIES = 1 << 15  # of a batch; a measurement makes fewer calls, so that none comes round again in it
+COLD_SHARE = 8  # of the memory that is free, copies of a batch take at most one in so many parts
 _GROUP = re.compile(r"(\d+)x(\d+)@(\d+)")
 
 
@@ -56,25 +61,44 @@ class Point:
         return "+".join(f"{len(list(run))}x{query}@{context}" for (query, context), run in runs)
 
     def kv_bytes(self, spec: KernelSpec) -> int:
-        """Bytes of K and V that the batch must read once."""
-        per_token = spec.kv_heads * (spec.head_dim + spec.dim_v) * spec.cache_dtype.itemsize
-        return sum(self.context_lens) * per_token
+        """Bytes of K, V and their scales that the batch must read once: of every key that one of its rows sees."""
+        pairs = zip(self.query_lens, self.context_lens, strict=True)
+        seen = sum(context - _first_seen(spec, context - rows) for rows, context in pairs)
+        return seen * block_bytes(spec) // spec.block_size
+
+    def io_bytes(self, spec: KernelSpec) -> int:
+        """Bytes of q, out and lse, each moved once."""
+        per_head = (spec.head_dim + spec.dim_v) * spec.dtype.itemsize + (4 if spec.lse else 0)
+        return sum(self.query_lens) * spec.q_heads * per_head
 
     def flops(self, spec: KernelSpec) -> int:
-        """Floating point operations of both products: 2 * (head_dim + head_dim_v) a query head and visible key."""
+        """Floating point operations of both products: 2 * (head_dim + head_dim_v) a query head and visible key.
+
+        What a mask hides is counted: its values are not known here.
+        """
         pairs = 0
         for rows, context in zip(self.query_lens, self.context_lens, strict=True):
-            hidden = rows * (rows - 1) // 2 if spec.causal else 0
-            pairs += rows * context - hidden
+            for own in range(context - rows, context):
+                ahead = 0 if spec.causal else context if spec.window_right is None else spec.window_right
+                pairs += min(context, own + ahead + 1) - _first_seen(spec, own)
         return 2 * pairs * spec.q_heads * (spec.head_dim + spec.dim_v)
+
+
+def _first_seen(spec: KernelSpec, own: int) -> int:
+    """The first key that the row at position `own` sees."""
+    return 0 if spec.window is None else max(0, own - spec.window + 1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Workload:
-    """Weighted points of one phase. The weights say how much of the traffic a batch stands for."""
+    """Weighted points of one phase. The weights say how much of the traffic a batch stands for.
+
+    A `warm` one is timed on the same blocks again and again, as where the KV of a whole step stays in cache.
+    """
 
     phase: Phase
     points: tuple[Point, ...]
+    warm: bool = False
 
     def __post_init__(self) -> None:
         if not self.points:
@@ -82,7 +106,10 @@ class Workload:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Workload:
-        """Reads `{format: 1, phase: decode, points: {1x1@512: 1.0, ...}}`. Raises ConfigError on anything else."""
+        """Reads `{format: 1, phase: decode, points: {1x1@512: 1.0, ...}}`, with `warm: true` where the KV is.
+
+        Raises ConfigError on anything else.
+        """
         if values.get("format") != WORKLOAD_FORMAT:
             raise ConfigError(f"workload format {values.get('format')!r} is not known; allowed: {WORKLOAD_FORMAT}")
         if values.get("phase") not in set(Phase):
@@ -93,12 +120,16 @@ class Workload:
         for name, weight in points.items():
             if isinstance(weight, bool) or not isinstance(weight, int | float):
                 raise ConfigError(f"point {name!r}: weight {weight!r} is not a number")
-        return cls(Phase(values["phase"]), tuple(Point.parse(name, float(w)) for name, w in points.items()))
+        warm = values.get("warm", False)
+        if not isinstance(warm, bool):
+            raise ConfigError(f"workload warm={warm!r} is not true or false; leave it out for KV that is out of cache")
+        return cls(Phase(values["phase"]), tuple(Point.parse(name, float(w)) for name, w in points.items()), warm)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; `from_dict` is the inverse."""
         points = {point.name: point.weight for point in self.points}
-        return {"format": WORKLOAD_FORMAT, "phase": self.phase.value, "points": points}
+        plain = {"format": WORKLOAD_FORMAT, "phase": self.phase.value, "points": points}
+        return {**plain, "warm": True} if self.warm else plain
 
     @property
     def digest(self) -> str:
@@ -109,26 +140,49 @@ class Workload:
         """The points that read at most `kv_bytes`; the smallest one stays whatever it reads."""
         smallest = min(self.points, key=lambda point: point.kv_bytes(spec))
         kept = tuple(point for point in self.points if point.kv_bytes(spec) <= kv_bytes)
-        return Workload(self.phase, kept or (smallest,))
+        return dataclasses.replace(self, points=kept or (smallest,))
 
 
-def cold_bytes(caches: Mapping[str, int]) -> int:
-    """KV bytes to rotate through so that a call finds its KV out of cache: twice the last level, bounded."""
-    return min(MAX_COLD_BYTES, 2 * max(caches.values(), default=MAX_COLD_BYTES))
+def cold_bytes(caches: Mapping[str, int], free: int | None = None) -> int:
+    """KV bytes to rotate through so that a call finds its KV out of cache: twice the last level.
+
+    At most an eighth of `free` bytes of memory: then a record that says how much was rotated says what it was worth.
+    """
+    wanted = 2 * max(caches.values(), default=UNKNOWN_CACHE)
+    return wanted if free is None else min(wanted, free // COLD_SHARE)
+
+
+def cold_bytes_on(device: str) -> int:
+    """`cold_bytes` for this machine's CPU or GPU."""
+    if device == "cpu":
+        return cold_bytes(detect().caches, free_bytes())
+    return cold_bytes({"L2": torch.cuda.get_device_properties(0).L2_cache_size})
 
 
 class Pool:
-    """One layer's KV cache with random values: room for `num_bytes` and at least for `largest` tokens' blocks."""
+    """One layer's KV cache with random values: room for `num_bytes`, and for `min_blocks` blocks at least."""
 
     def __init__(self, spec: KernelSpec, num_bytes: int, min_blocks: int, device: str = "cpu", seed: int = 0) -> None:
-        one_block = Point((1,), (spec.block_size,)).kv_bytes(spec)
-        num_blocks = max(min_blocks, -(-num_bytes // one_block))
+        num_blocks = max(min_blocks, -(-num_bytes // block_bytes(spec)))
         self.spec, self.device = spec, device
         self.k_cache, self.v_cache = allocate_cache(spec, num_blocks, device)
-        generator = torch.Generator(device).manual_seed(seed)
-        for cache in (self.k_cache, self.v_cache):
-            cache.normal_(generator=generator)
+        self.scales = allocate_scales(spec, num_blocks, device)
+        sample, scale, zero = _stored_normals(spec.cache_dtype, device, seed)
+        for cache in (self.k_cache,) if spec.v_in_k else (self.k_cache, self.v_cache):
+            _tile(cache.flatten(), sample)
+        if self.scales is not None:
+            for tensor, value in ((self.scales.k_scale, scale), (self.scales.v_scale, scale), (self.scales.k_zero, zero), (self.scales.v_zero, zero)):
+                if tensor is not None:
+                    tensor.fill_(value)
         self.permutation = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed)).int()
+
+    @property
+    def huge_pages(self) -> float | None:
+        """Share of the KV's memory that lies in pages of 2 MiB; None on a device, or where it is not known."""
+        if self.device != "cpu":
+            return None
+        memory = self.k_cache.untyped_storage()
+        return huge_page_share(memory.data_ptr(), memory.nbytes())
 
     @classmethod
     def for_points(
@@ -136,6 +190,28 @@ class Pool:
     ) -> Pool:
         """A pool that every point fits into."""
         return cls(spec, num_bytes, max(blocks_of(spec, point) for point in points), device, seed)
+
+
+def _stored_normals(dtype: DType, device: str, seed: int) -> tuple[torch.Tensor, float, float]:
+    """(items, scale, zero): a piece of a cache whose values are about standard normal, and what they were divided by."""
+    generator = torch.Generator(device).manual_seed(seed)
+    normal = torch.empty(1 << 20, device=device).normal_(generator=generator)
+    match dtype:
+        case DType.INT8:
+            return (32 * normal).round().clamp(-128, 127).to(torch.int8), 1 / 32, 0.0
+        case DType.INT4:
+            low, high = (3 * normal + 8).round().clamp(0, 15).to(torch.uint8).chunk(2)
+            return low | high << 4, 1 / 3, 8.0
+        case _:
+            return normal.to(TORCH_DTYPES[dtype]), 1.0, 0.0
+
+
+def _tile(memory: torch.Tensor, sample: torch.Tensor) -> None:
+    """Fills `memory` with copies of `sample`: random numbers for gigabytes would take longer than the timing."""
+    memory, sample = memory.view(torch.uint8), sample.view(torch.uint8)
+    whole = len(memory) // len(sample) * len(sample)
+    memory[:whole].view(-1, len(sample)).copy_(sample)
+    memory[whole:].copy_(sample[: len(memory) - whole])
 
 
 def blocks_of(spec: KernelSpec, point: Point) -> int:
@@ -146,10 +222,11 @@ def blocks_of(spec: KernelSpec, point: Point) -> int:
 class Inputs:
     """The tensors of a point: q, out, and as many disjoint block tables as the pool holds.
 
-    Calls take the tables in turn, whoever calls, so that each finds its KV cold and its blocks scattered.
+    Calls take the tables in turn, whoever calls, so that each finds its KV cold and its blocks scattered; if `warm`,
+    there is one table.
     """
 
-    def __init__(self, pool: Pool, point: Point, seed: int = 0) -> None:
+    def __init__(self, pool: Pool, point: Point, seed: int = 0, warm: bool = False) -> None:
         spec, device, dtype = pool.spec, pool.device, TORCH_DTYPES[pool.spec.dtype]
         self.pool, self.point, self.spec = pool, point, spec
         tokens, seqs = sum(point.query_lens), len(point.query_lens)
@@ -161,14 +238,14 @@ class Inputs:
         self.cu_seqlens_q = torch.tensor(starts, dtype=torch.int32, device=device)
         self.context_lens = torch.tensor(point.context_lens, dtype=torch.int32, device=device)
         widths = [-(-context // spec.block_size) for context in point.context_lens]
-        copies = len(pool.permutation) // sum(widths)
-        self.block_tables: list[torch.Tensor] = []
-        blocks = iter(pool.permutation.tolist())
-        for _ in range(copies):
-            table = torch.full((seqs, max(widths)), -1, dtype=torch.int32)
-            for row, width in enumerate(widths):
-                table[row, :width] = torch.tensor(list(itertools.islice(blocks, width)), dtype=torch.int32)
-            self.block_tables.append(table.to(device))
+        copies = 1 if warm else min(MAX_COPIES, len(pool.permutation) // sum(widths))
+        self.rotated_bytes = copies * sum(widths) * block_bytes(spec)
+        self.extras = _extras(spec, pool, tokens, max(point.query_lens))
+        tables = torch.full((copies, seqs, max(widths)), -1, dtype=torch.int32)
+        blocks = pool.permutation[: copies * sum(widths)].view(copies, -1).split(widths, dim=1)
+        for row, (width, row_blocks) in enumerate(zip(widths, blocks, strict=True)):
+            tables[:, row, :width] = row_blocks
+        self.block_tables = tables.to(device).unbind()
         self._turn = itertools.cycle(range(copies))
 
     def next_table(self) -> torch.Tensor:
@@ -186,6 +263,7 @@ class Inputs:
             self.context_lens,
             self.cu_seqlens_q,
             lse=self.lse,
+            extras=self.extras,
             max_query_len=max(self.point.query_lens),
             max_context_len=max(self.point.context_lens),
         )
@@ -193,3 +271,16 @@ class Inputs:
     def bind(self, attend: Attend) -> Callable[[], None]:
         """`attend` on the next copy of the batch, as `measure` takes it."""
         return lambda: self.run(attend, self.next_table())
+
+
+def _extras(spec: KernelSpec, pool: Pool, tokens: int, mask_width: int) -> AttendExtras:
+    """What the spec asks for beside the tensors: slopes of the ALiBi paper, sinks of 0, a mask that hides nothing."""
+    if not (spec.kv_scale or spec.alibi or spec.sinks or spec.mask):
+        return NO_ATTEND_EXTRAS
+    heads = torch.arange(1, spec.q_heads + 1, device=pool.device)
+    return AttendExtras(
+        scales=pool.scales,
+        alibi_slopes=2.0 ** (-8.0 * heads / spec.q_heads) if spec.alibi else None,
+        sinks=torch.zeros(spec.q_heads, device=pool.device) if spec.sinks else None,
+        mask=torch.ones(tokens, mask_width, dtype=torch.uint8, device=pool.device) if spec.mask else None,
+    )

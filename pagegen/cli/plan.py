@@ -40,7 +40,7 @@ def command(
 
     Arithmetic on the model's config: no weight is read. Exit 1 if no dtype leaves room for one sequence of full length.
     """
-    from pagegen.runtime.memory import free_bytes
+    from pagegen.memory import free_bytes
     from pagegen.runtime.simulation.capacity import plan
     from pagegen.runtime.weights.resolve import resolve_model
     from pagegen.spec import DType

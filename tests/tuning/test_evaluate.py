@@ -59,7 +59,7 @@ def test_what_the_gate_says_is_the_status_and_nothing_is_timed(
     evaluator: Evaluator, monkeypatch: pytest.MonkeyPatch, status: Status
 ) -> None:
     monkeypatch.setattr(module, "check_variant", lambda source: CheckReport(status, 1))
-    monkeypatch.setattr(evaluator._timer, "time", lambda *_: pytest.fail("timed"))
+    monkeypatch.setattr(evaluator._timer, "time", lambda *_, **__: pytest.fail("timed"))
     found = evaluator.evaluate(Phase.DECODE, OTHER)
     assert found.status is status and found.score is None and not found.timings
 
@@ -101,7 +101,7 @@ def test_a_crash_or_hang_while_timing_is_a_status_and_the_next_candidate_is_time
 
 
 def test_a_broken_clock_is_a_run_error(evaluator: Evaluator, monkeypatch: pytest.MonkeyPatch) -> None:
-    def time(*_: object) -> Measurement:
+    def time(*_: object, **__: object) -> Measurement:
         raise MeasureError("default: the clock measured 0.0 s")
 
     monkeypatch.setattr(evaluator._timer, "time", time)
@@ -109,7 +109,7 @@ def test_a_broken_clock_is_a_run_error(evaluator: Evaluator, monkeypatch: pytest
 
 
 def test_a_finalist_that_dies_ends_the_run_with_a_remedy(evaluator: Evaluator, monkeypatch: pytest.MonkeyPatch) -> None:
-    def time(*_: object) -> Measurement:
+    def time(*_: object, **__: object) -> Measurement:
         raise TimerDied(Status.RUN_ERROR, "SIGILL")
 
     monkeypatch.setattr(evaluator._timer, "time", time)

@@ -100,6 +100,7 @@ def test_the_digest_follows_the_content() -> None:
     assert workload.digest != Workload(Phase.MIXED, workload.points).digest
 
 
-def test_cold_bytes_follow_the_last_level_cache_up_to_a_bound() -> None:
-    assert cold_bytes({"L1d": 32 << 10, "L3": 32 << 20}) == 64 << 20
-    assert cold_bytes({"L3": 1 << 30}) == cold_bytes({}) == 256 << 20
+def test_cold_bytes_are_twice_the_last_level_cache_but_not_all_the_memory() -> None:
+    assert cold_bytes({"L1d": 32 << 10, "L3": 300 << 20}, 16 << 30) == 600 << 20
+    assert cold_bytes({"L3": 300 << 20}, 1 << 30) == 128 << 20
+    assert cold_bytes({}) == 256 << 20

@@ -1,0 +1,101 @@
+// What this machine can do at most: plain streaming reads, fused multiply-adds in registers, products of AMX tiles.
+// pagegen/tuning/roofline.py times the calls. No Jinja here: vectors are as wide as the target's flags allow.
+#include <cstdint>
+#include <omp.h>
+#if defined(__x86_64__) && defined(__linux__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+#if defined(__AVX512F__)
+#define VECTOR 64
+#elif defined(__AVX2__)
+#define VECTOR 32
+#else
+#define VECTOR 16
+#endif
+#define API extern "C" __attribute__((visibility("default")))
+
+namespace {
+typedef uint64_t Words __attribute__((vector_size(VECTOR), may_alias, aligned(VECTOR)));
+typedef float Floats __attribute__((vector_size(VECTOR)));
+constexpr int STREAM = 8;  // vectors in flight, of reads and of sums
+constexpr int CHAINS = 12;  // independent chains of FMAs: more than latency times ports on any core so far
+constexpr int64_t STEP = STREAM * VECTOR;
+
+uint64_t read_all(const char* p, int64_t bytes) {
+  Words seen[STREAM] = {};
+  for (int64_t at = 0; at + STEP <= bytes; at += STEP)
+#pragma GCC unroll 8
+    for (int i = 0; i < STREAM; i++) seen[i] |= *(const Words*)(p + at + i * VECTOR);
+  uint64_t any = 0;
+  for (const Words& words : seen)
+    for (int lane = 0; lane < VECTOR / 8; lane++) any |= words[lane];
+  return any;
+}
+}  // namespace
+
+// Reads `bytes` from p (aligned to 64), each thread its own part, `repeats` times over. The answer keeps the loads alive.
+API uint64_t pagegen_read(const void* p, int64_t bytes, int64_t repeats, int32_t threads) {
+  uint64_t any = 0;
+#pragma omp parallel num_threads(threads) reduction(| : any)
+  {
+    const int64_t part = bytes / omp_get_num_threads() / STEP * STEP;
+    const char* mine = (const char*)p + part * omp_get_thread_num();
+    for (int64_t i = 0; i < repeats; i++) {
+      any |= read_all(mine, part);
+      asm volatile("" ::: "memory");
+    }
+  }
+  return any;
+}
+
+// FP32 operations of a call: 2 for each lane, chain, step and thread.
+API int64_t pagegen_fma(int64_t steps, int32_t threads) {
+  float kept = 0.0f;
+#pragma omp parallel num_threads(threads) reduction(+ : kept)
+  {
+    Floats chain[CHAINS], factor, addend;
+    for (int lane = 0; lane < VECTOR / 4; lane++) factor[lane] = 0.5f, addend[lane] = 1.0f;
+    asm volatile("" : "+x"(factor), "+x"(addend));
+    for (Floats& sum : chain) sum = addend;
+    for (int64_t i = 0; i < steps; i++) {
+#pragma GCC unroll 12
+      for (int c = 0; c < CHAINS; c++) chain[c] = chain[c] * factor + addend;
+    }
+    for (const Floats& sum : chain) kept += sum[0];
+  }
+  return kept > 0.0f ? steps * CHAINS * (VECTOR / 4) * 2 * threads : 0;
+}
+
+// BF16 operations of a call: 2 * 16 * 16 * 32 for each of 4 products of tiles a step and thread. 0: there is no AMX here.
+API int64_t pagegen_amx(int64_t steps, int32_t threads) {
+#if defined(__x86_64__) && defined(__linux__)
+  unsigned a, b, c, d;
+  constexpr unsigned AMX_BF16 = 1u << 22, AMX_TILE = 1u << 24;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & (AMX_BF16 | AMX_TILE)) != (AMX_BF16 | AMX_TILE)) return 0;
+  constexpr int REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;  // Linux gives the tiles to a process that asks
+  if (syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA)) return 0;
+#pragma omp parallel num_threads(threads)
+  {
+    struct alignas(64) {
+      uint8_t palette = 1, start = 0, reserved[14] = {};
+      uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+      uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+    } config;
+    asm volatile("ldtilecfg %0" ::"m"(config));
+    asm volatile(
+        "tilezero %%tmm0\n tilezero %%tmm1\n tilezero %%tmm2\n tilezero %%tmm3\n"
+        "tilezero %%tmm4\n tilezero %%tmm5\n tilezero %%tmm6\n tilezero %%tmm7" ::);
+    for (int64_t i = 0; i < steps; i++)
+      asm volatile(
+          "tdpbf16ps %%tmm6, %%tmm4, %%tmm0\n tdpbf16ps %%tmm7, %%tmm4, %%tmm1\n"
+          "tdpbf16ps %%tmm6, %%tmm5, %%tmm2\n tdpbf16ps %%tmm7, %%tmm5, %%tmm3" ::);
+    asm volatile("tilerelease" ::);
+  }
+  return steps * 4 * 2 * 16 * 16 * 32 * threads;
+#else
+  return 0;
+#endif
+}

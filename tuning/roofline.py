@@ -1,0 +1,182 @@
+"""The machine's limits, measured: read bandwidth of each level of memory, FP32 and AMX peaks, by number of threads.
+
+A batch cannot take less time than its bytes at the bandwidth of where they lie, nor than its operations at the peak
+(Williams, Waterman and Patterson 2009, https://doi.org/10.1145/1498765.1498785).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pagegen.build.cpp import compile_library
+from pagegen.kernel import allocate_bytes
+from pagegen.memory import free_bytes
+from pagegen.paths import TEMPLATES
+from pagegen.spec import DType, KernelSpec
+from pagegen.target import Hardware, Target, best_cpu, detect
+from pagegen.tuning.machine import Disturbance
+from pagegen.tuning.measure import Interval, measure
+from pagegen.tuning.workload import Point, cold_bytes
+
+CALL_BYTES = 32 << 20  # a call reads at least so much, smaller memory several times
+FMA_STEPS = 200_000  # about a millisecond
+AMX_STEPS = 40_000
+MEMORY = "memory"  # the level below the last cache
+
+
+class Limits:
+    """The plain loops of templates/cpp/roofline.cpp, built for a CPU target."""
+
+    def __init__(self, target: Target) -> None:
+        text = (TEMPLATES / "cpp" / "roofline.cpp").read_text()
+        library = ctypes.CDLL(str(compile_library(text, target)))
+        self._read, self._fma, self._amx = library.pagegen_read, library.pagegen_fma, library.pagegen_amx
+        self._read.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int32]
+        self._read.restype = ctypes.c_uint64
+        for function in (self._fma, self._amx):
+            function.argtypes, function.restype = [ctypes.c_int64, ctypes.c_int32], ctypes.c_int64
+
+    def read(self, address: int, num_bytes: int, threads: int, repeats: int = 1) -> None:
+        """Streams once (or `repeats` times) over `num_bytes` from `address`, a multiple of 64, on `threads` threads."""
+        self._read(address, num_bytes, repeats, threads)
+
+    def fma(self, threads: int, steps: int = FMA_STEPS) -> int:
+        """FP32 multiply-adds in registers; answers how many operations that were."""
+        return int(self._fma(steps, threads))
+
+    def amx(self, threads: int, steps: int = AMX_STEPS) -> int:
+        """BF16 products of AMX tiles; 0 operations where there is no AMX."""
+        return int(self._amx(steps, threads))
+
+
+@functools.cache
+def limits(target: Target) -> Limits:
+    """`Limits` of a target, loaded once."""
+    return Limits(target)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Roofline:
+    """What was measured, each by number of threads: bytes a second of a level of memory, operations a second.
+
+    `levels` has the bytes that were read in all threads together. `bf16` is empty where there is no AMX: bf16 is then
+    widened to fp32 and its peak is that of fp32.
+    """
+
+    levels: Mapping[str, Mapping[int, int]]
+    bandwidth: Mapping[str, Mapping[int, Interval]]
+    fp32: Mapping[int, Interval]
+    bf16: Mapping[int, Interval]
+    disturbance: Disturbance
+
+    def read_bandwidth(self, num_bytes: int, threads: int) -> float:
+        """Bytes a second at which `num_bytes` can be read: of the smallest level that held as much when it was measured.
+
+        Between two levels that is the slower one's.
+        """
+        for level, sizes in self.levels.items():
+            if num_bytes <= sizes[threads]:
+                return self.bandwidth[level][threads].median
+        return self.bandwidth[MEMORY][threads].median
+
+    def peak(self, dtype: DType, threads: int) -> float:
+        """Operations a second of the fastest unit for products of `dtype`."""
+        peaks = self.bf16 if self.bf16 and dtype is DType.BF16 else self.fp32
+        return peaks[threads].median
+
+    def floor(self, spec: KernelSpec, point: Point, threads: int, resident: int) -> float:
+        """Seconds that a batch takes at least, whose KV lies among `resident` bytes that are in use in turn."""
+        moved = point.kv_bytes(spec) + point.io_bytes(spec)
+        return max(moved / self.read_bandwidth(resident, threads), point.flops(spec) / self.peak(spec.dtype, threads))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values: bandwidth in bytes a second, peaks in operations a second, with their intervals."""
+
+        def plain(values: Mapping[int, Interval]) -> dict[str, dict[str, float]]:
+            return {str(threads): dataclasses.asdict(found) for threads, found in values.items()}
+
+        return {
+            "levels": {level: {str(t): size for t, size in sizes.items()} for level, sizes in self.levels.items()},
+            "bandwidth": {level: plain(values) for level, values in self.bandwidth.items()},
+            "fp32": plain(self.fp32),
+            "bf16": plain(self.bf16),
+            "disturbance": self.disturbance.to_dict(),
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Roofline:
+        """Reads what `to_dict` wrote."""
+
+        def intervals(plain: Mapping[str, Mapping[str, float]]) -> dict[int, Interval]:
+            return {int(threads): Interval(**found) for threads, found in plain.items()}
+
+        return cls(
+            {level: {int(t): size for t, size in sizes.items()} for level, sizes in values["levels"].items()},
+            {level: intervals(found) for level, found in values["bandwidth"].items()},
+            intervals(values["fp32"]),
+            intervals(values["bf16"]),
+            Disturbance(**values["disturbance"]),
+        )
+
+
+def level_sizes(hardware: Hardware, threads: int, free: int | None) -> dict[str, int]:
+    """Bytes to be read by all threads together so that they lie in each level: half a private cache; of the last one
+    well beyond the private ones, and no more than a quarter, as others use it too; beyond it, what counts as cold."""
+    caches = dict(hardware.caches)
+    last = next(reversed(caches), None)
+    sizes = {level: threads * size // 2 for level, size in caches.items() if level != last or len(caches) == 1}
+    if last is not None and len(caches) > 1:
+        private = max(sizes.values())
+        sizes[last] = max(min(caches[last] // 4, 16 * private), 2 * private)
+    return {**sizes, MEMORY: cold_bytes(caches, free)}
+
+
+def thread_counts(threads: int) -> list[int]:
+    """1, 2, 4, ... and all."""
+    return sorted({threads, *(1 << i for i in range(threads.bit_length()) if 1 << i < threads)})
+
+
+def measure_roofline(target: Target | None = None, *, seconds: float = 2.0) -> Roofline:
+    """Measures this machine's CPU in interleaved rounds for about `seconds`; takes twice the last cache of memory.
+
+    Raises BuildError if there is no compiler.
+    """
+    loops, hardware, free = limits(target or best_cpu()), detect(), free_bytes()
+    counts = thread_counts(hardware.threads)
+    by_count = {count: level_sizes(hardware, count, free) for count in counts}
+    levels = {level: {count: by_count[count][level] for count in counts} for level in by_count[counts[0]]}
+    memory = allocate_bytes(max(size for sizes in levels.values() for size in sizes.values()))
+    memory.fill_(1)
+    calls: dict[str, Callable[[], object]] = {}
+    work: dict[str, int] = {}
+    for level, sizes in levels.items():
+        for count, size in sizes.items():
+            repeats = max(1, math.ceil(CALL_BYTES / size))
+            calls[f"{level} {count}"] = functools.partial(loops.read, memory.data_ptr(), size, count, repeats)
+            work[f"{level} {count}"] = size * repeats
+    for name, loop in (("fp32", loops.fma), ("bf16", loops.amx)):
+        for count in counts:
+            if operations := loop(count):
+                calls[f"{name} {count}"] = functools.partial(loop, count)
+                work[f"{name} {count}"] = operations
+    taken = measure({name: _silent(call) for name, call in calls.items()}, next(iter(calls)), seconds=seconds)
+
+    def rate(name: str) -> Interval:
+        timing = taken.timing(name)
+        return Interval(work[name] / timing.median, work[name] / timing.high, work[name] / timing.low)
+
+    peaks = {name: {count: rate(f"{name} {count}") for count in counts if f"{name} {count}" in calls} for name in ("fp32", "bf16")}
+    bandwidth = {level: {count: rate(f"{level} {count}") for count in counts} for level in levels}
+    return Roofline(levels, bandwidth, peaks["fp32"], peaks["bf16"], taken.disturbance)
+
+
+def _silent(call: Callable[[], object]) -> Callable[[], None]:
+    def run() -> None:
+        call()
+
+    return run

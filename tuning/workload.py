@@ -242,9 +242,9 @@ class Inputs:
         self.rotated_bytes = copies * sum(widths) * block_bytes(spec)
         self.extras = _extras(spec, pool, tokens, max(point.query_lens))
         tables = torch.full((copies, seqs, max(widths)), -1, dtype=torch.int32)
-        blocks = pool.permutation[: copies * sum(widths)].view(copies, -1).split(widths, dim=1)
-        for row, (width, row_blocks) in enumerate(zip(widths, blocks, strict=True)):
-            tables[:, row, :width] = row_blocks
+        blocks = pool.permutation[: copies * sum(widths)].view(copies, -1)
+        for row, (width, end) in enumerate(zip(widths, itertools.accumulate(widths), strict=True)):
+            tables[:, row, :width] = blocks[:, end - width : end]
         self.block_tables = tables.to(device).unbind()
         self._turn = itertools.cycle(range(copies))
 

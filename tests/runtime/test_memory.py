@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from pagegen.errors import ConfigError
+from pagegen.memory import free_bytes
 from pagegen.runtime import kv_cache
 from pagegen.runtime.kv_cache import KVCache
-from pagegen.runtime.memory import free_bytes
 from pagegen.spec import parse_slug
 
 SPEC = parse_slug("fp32-d8-h2x1-b4-NHD")[0]

@@ -1,9 +1,12 @@
 """Proves specs of the whole family on both backends and writes docs/coverage.md.
 
-    python scripts/coverage.py [--cpp 600] [--triton 300] [--seed 0] [--workers 2]
+    python scripts/coverage.py [--cpp 600] [--triton 300] [--pairs 60] [--seed 0] [--workers 2]
 
 Specs are drawn so that every two choices of different axes occur together (pagegen/check/grid.py). C++ kernels are built
 and run on this machine's instruction sets in turn, Triton kernels interpreted. Exit status 1 if one was wrong.
+
+A proof stays in the cache until a kernel's text, the cases or what judges them change: an interrupted run goes on where it
+was, and after a change only what it touched is proven again.
 """
 
 from __future__ import annotations
@@ -11,8 +14,11 @@ from __future__ import annotations
 import argparse
 import collections
 import concurrent.futures
+import dataclasses
 import functools
+import hashlib
 import itertools
+import json
 import multiprocessing
 import sys
 from collections.abc import Iterator, Sequence
@@ -20,30 +26,58 @@ from pathlib import Path
 
 import torch
 
+from pagegen import check
 from pagegen.build.triton import Interpreter
-from pagegen.check.cover import Outcome, prove_cpp, prove_triton, refusal
-from pagegen.check.grid import AXES, Choice, Pair, all_pairs, pairs_of, sample, spec_of, why_not
+from pagegen.check.cover import Outcome, prove_cpp, prove_pairs, prove_triton, refusal, sources
+from pagegen.check.grid import AXES, Choice, Pair, all_pairs, pairs_of, probe, sample, spec_of, why_not
+from pagegen.paths import cache_dir, write_atomic
 
 PAGE = Path(__file__).parents[1] / "docs" / "coverage.md"
 LANGUAGES = ("cpp", "triton")
-TITLES = {"cpp": "C++", "triton": "Triton"}
+TITLES = {"cpp": "C++", "triton": "Triton", "pairs": "C++ and Triton, each two"}
+CHECK = Path(check.__file__).parent
+Job = tuple[str, int, Choice]  # backend, index, spec
+JUDGES = (*(CHECK / f"{name}.py" for name in ("compare", "files", "pool", "tensors", "tolerance")), CHECK.parent / "reference.py")
 
 HEAD = """# Coverage
 
 Written by `python scripts/coverage.py{options}`, which proves the specs it counts: each is rendered, built, and held to the
 float64 reference by the gate's quick suite without its largest cases; every second spec with the template's default
 config, the others with one at random. The first specs of a backend contain every two choices of different axes that it
-allows together; the others are drawn at random.
+allows together; the others are drawn at random. Where it says *each two*, the outputs of all instruction sets and of
+Triton were also held against each other, within the sum of their bounds.
 
 A number is how many of the proven specs have that choice; words are the reason why none can.
 """
 
 
-def prove(job: tuple[str, int, Choice]) -> Outcome:
+def prove(job: Job) -> Outcome:
     """One job of a worker process."""
-    language, index, choice = job
     torch.set_num_threads(1)
-    return prove_cpp(choice, index) if language == "cpp" else prove_triton(choice, index, _interpreter())
+    kept = _kept(job)
+    if kept.is_file():
+        return Outcome(**json.loads(kept.read_text()))
+    backend, index, choice = job
+    match backend:
+        case "cpp":
+            outcome = prove_cpp(choice, index)
+        case "triton":
+            outcome = prove_triton(choice, index, _interpreter())
+        case _:
+            outcome = prove_pairs(choice, index, _interpreter())
+    if not outcome.failures:
+        write_atomic(kept, json.dumps(dataclasses.asdict(outcome)))
+    return outcome
+
+
+def _kept(job: Job) -> Path:
+    """The file of a job's proof."""
+    backend, index, choice = job
+    kernels = [source.key for source in sources(backend, choice, index)]
+    asked = (backend, choice, kernels, probe(spec_of(choice), index), [path.read_text() for path in JUDGES])
+    folder = cache_dir() / "coverage"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder / f"{hashlib.sha256(repr(asked).encode()).hexdigest()[:24]}.json"
 
 
 @functools.cache
@@ -51,16 +85,16 @@ def _interpreter() -> Interpreter:
     return Interpreter()
 
 
-def jobs(language: str, count: int, seed: int) -> Iterator[tuple[str, int, Choice]]:
-    """The first `count` specs of a language."""
-    for index, choice in enumerate(itertools.islice(sample(seed, functools.partial(refusal, language)), count)):
-        yield language, index, choice
+def jobs(backend: str, count: int, seed: int) -> Iterator[Job]:
+    """The first `count` specs of a backend."""
+    for index, choice in enumerate(itertools.islice(sample(seed, functools.partial(refusal, backend)), count)):
+        yield backend, index, choice
 
 
 def page(outcomes: Sequence[tuple[str, Outcome]], options: str) -> Iterator[str]:
     """The page's lines."""
     yield HEAD.format(options=options)
-    proven = {language: [outcome for found, outcome in outcomes if found == language and not outcome.failures] for language in LANGUAGES}
+    proven = {name: [outcome for found, outcome in outcomes if found == name and not outcome.failures] for name in TITLES}
     wrong = [(language, outcome) for language, outcome in outcomes if outcome.failures]
     yield from _summary(proven)
     yield f"\nWrong: {len(wrong)}.\n"
@@ -110,17 +144,18 @@ def main(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cpp", type=int, default=600, help="specs of C++")
     parser.add_argument("--triton", type=int, default=300, help="specs of Triton")
+    parser.add_argument("--pairs", type=int, default=60, help="specs of both, held against each other")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=2)
     options = parser.parse_args(words)
     outcomes: list[tuple[str, Outcome]] = []
-    todo = [*jobs("cpp", options.cpp, options.seed), *jobs("triton", options.triton, options.seed)]
+    todo = [job for backend in TITLES for job in jobs(backend, getattr(options, backend), options.seed)]
     with concurrent.futures.ProcessPoolExecutor(options.workers, multiprocessing.get_context("spawn")) as workers:
         for job, outcome in zip(todo, workers.map(prove, todo), strict=True):
             outcomes.append((job[0], outcome))
             done = f"{len(outcomes)}/{len(todo)} {outcome.target} {outcome.seconds:.1f} s {spec_of(outcome.choice).slug}"
             print(done, *outcome.failures, sep="\n    ", flush=True)
-    asked = "".join(f" --{name} {getattr(options, name)}" for name in ("cpp", "triton", "seed") if getattr(options, name) != parser.get_default(name))
+    asked = "".join(f" --{name} {getattr(options, name)}" for name in (*TITLES, "seed") if getattr(options, name) != parser.get_default(name))
     PAGE.write_text("\n".join(page(outcomes, asked)) + "\n")
     return 1 if any(outcome.failures for _, outcome in outcomes) else 0
 

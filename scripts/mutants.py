@@ -25,6 +25,7 @@ from pagegen.check.case import Case
 from pagegen.check.compare import expected
 from pagegen.check.driver import library_outputs
 from pagegen.check.mutants import MUTANTS, Mutant
+from pagegen.records import Status
 from pagegen.spec import Op
 from pagegen.target import parse_target
 
@@ -86,15 +87,18 @@ def allclose_notices(mutant: Mutant, library: Path) -> bool:
 
 
 def judge(mutant: Mutant) -> Row:
-    """Runs both suites on a mutant."""
+    """Runs both suites on a mutant: the full one, which begins with the quick one, and that alone after a crash."""
     torch.set_num_threads(1)
-    spec = mutant.kernel_spec()
+    quick, full = (suite(mutant.kernel_spec()) for suite in (quick_suite, full_suite))
     with tempfile.TemporaryDirectory() as folder:
         library = build(mutant.planted(SCALAR).text, Path(folder))
-        reports = [check_library(library, mutant.op, SCALAR, suite(spec), TIMEOUT) for suite in (quick_suite, full_suite)]
-        first = next((failure for report in reports for failure in report.failures), None)
-        counts = [len(report.failures) for report in reports]
-        return Row(mutant, counts[0], counts[1], first.case.label if first else "", allclose_notices(mutant, library))
+        found = check_library(library, mutant.op, SCALAR, full, TIMEOUT)
+        if found.status is Status.INCORRECT:
+            early = tuple(failure for failure in found.failures if failure.case in quick)
+        else:
+            early = check_library(library, mutant.op, SCALAR, quick, TIMEOUT).failures if found.failures else ()
+        first = next(iter((*early, *found.failures)), None)
+        return Row(mutant, len(early), len(found.failures), first.case.label if first else "", allclose_notices(mutant, library))
 
 
 def page(rows: list[Row]) -> Iterator[str]:

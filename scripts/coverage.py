@@ -1,6 +1,6 @@
 """Proves specs of the whole family on both backends and writes docs/coverage.md.
 
-    python scripts/coverage.py [--cpp 600] [--triton 300] [--pairs 60] [--seed 0] [--workers 2]
+    python scripts/coverage.py [--cpp 600] [--triton 300] [--pairs 30] [--seed 0] [--workers 2]
 
 Specs are drawn so that every two choices of different axes occur together (pagegen/check/grid.py). C++ kernels are built
 and run on this machine's instruction sets in turn, Triton kernels interpreted. Exit status 1 if one was wrong.
@@ -144,7 +144,7 @@ def main(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cpp", type=int, default=600, help="specs of C++")
     parser.add_argument("--triton", type=int, default=300, help="specs of Triton")
-    parser.add_argument("--pairs", type=int, default=60, help="specs of both, held against each other")
+    parser.add_argument("--pairs", type=int, default=30, help="specs of both, held against each other")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=2)
     options = parser.parse_args(words)

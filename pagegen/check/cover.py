@@ -26,6 +26,7 @@ from .pool import Tensors
 MOVERS = (Op.COPY_BLOCKS, Op.GATHER_BLOCKS, Op.SCATTER_BLOCKS, Op.RELAYOUT)
 INTERPRETED = "cuda:sm_90"  # the text that is interpreted
 INTERPRETED_WORK = 3e5  # multiplications of one interpreted case
+INTERPRETED_ROWS = 100  # of write_kv, a program each
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -109,11 +110,13 @@ def prove_pairs(choice: Choice, index: int, interpreter: Interpreter) -> Outcome
 
 def interpreted(spec: KernelSpec, seed: int) -> list[Case]:
     """The probe's cases that an interpreter can be asked: small ones, without what only the driver does, and threads."""
-    return [case for case in probe(spec, seed, INTERPRETED_WORK) if not case.far and case.fault is None and not _for_threads(case)]
+    return [case for case in probe(spec, seed, INTERPRETED_WORK) if _can_be_interpreted(case)]
 
 
-def _for_threads(case: Case) -> bool:
-    return case.like is not None and case.like == case.replace(like=None, threads=case.like.threads)
+def _can_be_interpreted(case: Case) -> bool:
+    threads_only = case.like is not None and case.like == case.replace(like=None, threads=case.like.threads)
+    small = case.op is not Op.WRITE_KV or sum(case.query_lens) <= INTERPRETED_ROWS
+    return small and not threads_only and not case.far and case.fault is None
 
 
 def _prove(made: Sequence[Source], choice: Choice, check: Callable[[Source], CheckReport], how: str = "") -> Outcome:

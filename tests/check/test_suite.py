@@ -73,6 +73,56 @@ def test_the_borders_are_in_the_quick_suite(slug: str) -> None:
     assert any(big > 10 * small for big, small in itertools.pairwise(sizes))  # a small batch after a big one
 
 
+WINDOW = ["decode at window borders", "prefill over the window", "windows at splits", "window after window"]
+TREE = ["draft trees", "mask wider than contexts", "mask of one column", "mask of no column", "mask over splits"]
+QUANTISED = ["values that saturate", "small values"]
+SCALES = ["refuses scale_zero", "refuses scale_nan"]
+ROTATED = ["rotated in place", "rotated in place, strided", "refuses position_negative", "refuses position_past_end"]
+
+
+@pytest.mark.parametrize(
+    ("option", "brings"),
+    [
+        ({"window": 6}, WINDOW),
+        ({"window": 6, "window_right": 2, "causal": False}, WINDOW),
+        ({"mask": True}, TREE),
+        ({"kv_dtype": "int8"}, QUANTISED),
+        ({"kv_dtype": "int4", "kv_zero": True}, QUANTISED),
+        ({"kv_dtype": "fp8_e5m2", "kv_scale": "token_head"}, QUANTISED),
+        ({"kv_dtype": "fp8_e4m3", "kv_scale": "tensor"}, [*QUANTISED, *SCALES]),
+        ({"kv_dtype": "fp8_e4m3", "kv_scale": "head"}, [*QUANTISED, *SCALES]),
+        ({"rope": "neox"}, ROTATED),
+        ({"deterministic": True}, ["prefill over splits"]),
+        ({"window": 3, "mask": True, "rope": "interleaved"}, [*WINDOW, *TREE, *ROTATED]),
+        *(({option: value}, []) for option, value in (("soft_cap", 5.0), ("alibi", True), ("sinks", True), ("score_mod", "score * 2"))),
+    ],
+    ids=lambda value: " ".join(f"{name}={given}" for name, given in value.items()) if isinstance(value, dict) else "",
+)
+def test_an_option_brings_its_cases(option: dict[str, object], brings: list[str]) -> None:
+    """And no case is lost by one; those of scores need none of their own, for every case is drawn with them."""
+    plain, fields = KernelSpec(6, 2, 16, block_size=5), {"q_heads": 6, "kv_heads": 2, "head_dim": 16, "block_size": 5}
+    names, found = ({case.name for case in quick_suite(spec)} for spec in (plain, KernelSpec.from_dict(fields | option)))
+    assert found - names == set(brings)
+    assert names <= found
+
+
+def test_a_deterministic_spec_is_asked_in_parts_and_others_are_not() -> None:
+    """A sequence alone, and its prompt in chunks that cover it, hold the bits of the batch."""
+    for causal in (True, False):
+        cases = [case for case in quick_suite(KernelSpec(6, 2, 16, causal=causal, deterministic=True)) if case.part]
+        assert {case.like.name for case in cases if case.like} >= {"decode at split borders", "shared prefix", "prefill chunks"}
+        chunks = [(case.part.first, case.part.last) for case in cases if case.part and case.name == "prefill over splits"]
+        assert chunks == ([(0, 1), (1, 5), (5, 21)] if causal else [])
+    assert not any(case.part for case in quick_suite(KernelSpec(6, 2, 16)))
+
+
+def test_scores_of_an_option_are_in_the_tensors_of_every_case() -> None:
+    spec = KernelSpec(6, 2, 16, alibi=True, sinks=True, mask=True, rope="neox", qk_norm=True)  # type: ignore[arg-type]
+    wanted = {Op.ATTEND: {"alibi_slopes", "sinks", "mask"}, Op.WRITE_KV: {"positions", "cos_sin", "q_weight", "k_weight"}}
+    for case in quick_suite(spec):
+        assert wanted.get(case.op, set()) <= materialise(case).keys()
+
+
 def test_a_phase_leaves_out_the_others() -> None:
     spec = parse_slug(SLUGS[0])[0]
     for phase in (Phase.DECODE, Phase.PREFILL):

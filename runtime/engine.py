@@ -308,7 +308,10 @@ def _check_fit(model: CausalLM, kernels: PagedKernels, config: EngineConfig) -> 
         raise ConfigError(
             f"model {model.dtype}, kernels {kernels.spec.dtype} and config {config.dtype} differ; give all one dtype"
         )
+    if config.deterministic and not model.deterministic:
+        raise ConfigError("the config is deterministic, the model is not; build it with deterministic=True")
     needed = model.config.kernel_spec(model.dtype, kernels.spec.block_size, kernels.spec.kv_layout)
+    needed = needed.replace(deterministic=config.deterministic or kernels.spec.deterministic)
     if kernels.spec != needed:
         raise KernelError(
             f"the kernels compute {kernels.spec.slug}, the model needs {needed.slug}; run `pagegen tune {needed.slug}`"

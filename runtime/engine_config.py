@@ -31,6 +31,10 @@ class EngineConfig:
     `policy` is a row of `scheduling.POLICIES`, `memory_policy` one of `policies.MEMORY_POLICIES`. `swap_bytes` is the
     swap space on the host; None is none, or as large as the pool where `preemption` may use it. `prefix_cache` keeps
     the KV of prompts for those that begin alike, where policy and memory policy allow.
+
+    `deterministic` makes tokens and logprobs of a request the same to the bit whatever runs beside it, however its
+    prompt is cut, whether it is preempted or finds its prefix cached, and however large the pool is: on one machine, with
+    one number of threads. It needs a model and kernels that are.
     """
 
     max_num_seqs: int = DEFAULT_MAX_NUM_SEQS
@@ -44,6 +48,7 @@ class EngineConfig:
     preemption: Preemption = Preemption.RECOMPUTE
     swap_bytes: int | None = None
     prefix_cache: bool = True
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "num_blocks", "kv_cache_bytes"):

@@ -44,11 +44,12 @@ def launch(
     """
     source = resolve_model(model)
     if kernels is None or isinstance(kernels, Path):
-        kernels, message = find_kernels(source.config.kernel_spec(config.dtype, block_size), kernels)
+        wanted = source.config.kernel_spec(config.dtype, block_size).replace(deterministic=config.deterministic)
+        kernels, message = find_kernels(wanted, kernels)
     else:
         message = f"kernels of the caller, {kernels.spec.slug}"
     tokenizer = source.tokenizer()
-    network = build_model(source.config, source.weights(), config.dtype)
+    network = build_model(source.config, source.weights(), config.dtype, config.deterministic)
     engine = Engine(network, kernels, tokenizer, config, recorder)
     return Launched(source.name, engine, tokenizer, message)
 
@@ -58,7 +59,7 @@ def find_kernels(spec: KernelSpec, package: Path | None = None) -> tuple[PagedKe
 
     A named package is taken or refused; without one, the newest of the user's package cache that fits the spec and this
     machine, else the default config, built. The block size of a named package and the layout of any are its own choice:
-    the runtime follows `kernels.spec`. Raises PackageError, BuildError, SpecError or ConfigError.
+    the runtime follows `kernels.spec`, and a deterministic package serves a spec that does not ask for it. Raises PackageError, BuildError, SpecError or ConfigError.
     """
     if package is not None:
         named = load_package(package)
@@ -85,5 +86,6 @@ def _require_fit(package: KernelPackage, wanted: KernelSpec) -> None:
     if package.target.kind != "cpu":
         raise PackageError(f"package {package.path} is for {package.target.name}, the runtime is on the CPU; {remedy}")
     found = package.spec
-    if found.replace(layout=wanted.layout, block_size=wanted.block_size) != wanted:
+    same = wanted if wanted.deterministic else wanted.replace(deterministic=found.deterministic)
+    if found.replace(layout=wanted.layout, block_size=wanted.block_size) != same:
         raise PackageError(f"package {package.path} computes {found.slug}, the model needs {wanted.slug}; {remedy}")

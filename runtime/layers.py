@@ -1,7 +1,8 @@
 """What decoders are made of, on a flattened batch of T tokens: no layer knows where one sequence ends.
 
 Hidden states stay in float32 between layers, so that a reduced-precision model rounds only what enters a matrix
-product; norms and rotary embedding are computed in float32.
+product; norms and rotary embedding are computed in float32. With `deterministic` a token's row has the same bits in
+every batch, see `batch_invariance`; what does not have the option keeps rows apart as it is.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from pagegen.errors import ModelError
+from pagegen.runtime import batch_invariance
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -21,9 +23,17 @@ class Linear:
 
     weight: torch.Tensor
     bias: torch.Tensor | None = None
+    deterministic: bool = False
+
+    def __post_init__(self) -> None:
+        if self.deterministic:  # probes now, not in the first step
+            batch_invariance.row_counts(*self.weight.shape, self.weight.dtype, torch.get_num_threads())
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias)
+        if not self.deterministic:
+            return F.linear(x, self.weight, self.bias)
+        y = batch_invariance.product(x, self.weight)
+        return y if self.bias is None else y + self.bias
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -66,34 +76,39 @@ class LMHead:
     likeliest RESCORED tokens of each row are computed again from the same inputs in float32.
     """
 
-    weight: torch.Tensor
+    linear: Linear
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        logits = F.linear(x, self.weight).float()
+        logits = self.linear(x).float()
         if x.dtype == torch.float32:
             return logits
         likeliest = logits.topk(min(RESCORED, logits.shape[-1]), sorted=False).indices
-        exact = torch.bmm(self.weight[likeliest].float(), x.float()[:, :, None])
-        return logits.scatter_(-1, likeliest, exact[:, :, 0])
+        exact = (self.linear.weight[likeliest].float() * x.float()[:, None]).sum(-1)  # bmm's bits depend on the rows
+        return logits.scatter_(-1, likeliest, exact)
 
 
 RESCORED = 32  # more than any request can ask logprobs of
 
 
-def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+def silu_and_mul(gate_up: torch.Tensor, deterministic: bool = False) -> torch.Tensor:
     """silu(gate) * up for [T, 2 * n] that holds gate, then up."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    return (batch_invariance.silu(gate) if deterministic else F.silu(gate)) * up
 
 
 class Checkpoint:
-    """Named weights, checked against the expected names and shapes once, then taken in the model's dtype.
+    """Named weights, checked against the expected names and shapes once, then taken in the model's dtype; `deterministic`
+    is that of the linears.
 
     Raises ModelError naming the first weight that is missing, misshapen or unknown: a checkpoint is never half used.
     """
 
     def __init__(
-        self, weights: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
+        self,
+        weights: Mapping[str, torch.Tensor],
+        shapes: Mapping[str, tuple[int, ...]],
+        dtype: torch.dtype,
+        deterministic: bool = False,
     ) -> None:
         for name, shape in shapes.items():
             if name not in weights:
@@ -107,11 +122,13 @@ class Checkpoint:
             )
         self._weights = weights
         self.dtype = dtype
+        self.deterministic = deterministic
 
     def linear(self, *names: str) -> Linear:
         """One Linear whose outputs are those of the named ones in turn; `names` without `.weight`."""
         biases = [f"{name}.bias" for name in names if f"{name}.bias" in self._weights]
-        return Linear(self._join([f"{name}.weight" for name in names]), self._join(biases) if biases else None)
+        bias = self._join(biases) if biases else None
+        return Linear(self._join([f"{name}.weight" for name in names]), bias, self.deterministic)
 
     def norm(self, name: str, eps: float) -> RMSNorm:
         """An RMSNorm; its weight stays in float32."""

@@ -44,6 +44,7 @@ class LLM:
         preemption: str | Preemption = Preemption.RECOMPUTE,
         swap_bytes: int | None = None,
         prefix_cache: bool = True,
+        deterministic: bool = False,
     ) -> None:
         if dtype not in FLOATS:
             raise ConfigError(f"dtype={dtype!r} is not known; allowed: {', '.join(FLOATS)}; change dtype")
@@ -61,6 +62,7 @@ class LLM:
             preemption=Preemption(preemption),
             swap_bytes=swap_bytes,
             prefix_cache=prefix_cache,
+            deterministic=deterministic,
         )
         from pagegen.runtime.launcher import launch  # brings the compiler along
 

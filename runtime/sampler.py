@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import torch
 
-from pagegen.runtime.sampling_params import SamplingParams
+from pagegen.runtime.sampling_params import MAX_LOGPROBS, SamplingParams
 
 # fp32 logits do not resolve cumulative probabilities further; a token whose predecessors reach top_p within this is out
 TOP_P_EPSILON = 1e-7
@@ -82,7 +82,7 @@ def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, counts: Sequen
     logprobs = torch.log_softmax(logits.float(), -1)
     chosen = logprobs.gather(-1, token_ids[:, None])
     ranks = (logprobs > chosen).sum(-1) + 1
-    top = logprobs.topk(min(max(counts), logits.shape[-1]), -1)
+    top = logprobs.topk(min(MAX_LOGPROBS, logits.shape[-1]), -1)  # not max(counts): it may decide which equals are found
     rows = zip(token_ids.tolist(), chosen[:, 0].tolist(), ranks.tolist(), strict=True)
     best = zip(top.indices.tolist(), top.values.tolist(), counts, strict=True)
     return [
@@ -155,11 +155,13 @@ def _count_kept(
     probabilities: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, width: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The `width` largest values of each row in order, and how many of them stay, [R]; top_k and top_p are [R, 1]."""
+    vocab_size = probabilities.shape[-1]
     values = probabilities.topk(width, -1).values
     within = torch.arange(width, device=values.device) < top_k
     candidates = values.where(within, 0.0)
-    total = candidates.sum(-1, keepdim=True).where(top_k <= width, probabilities.sum(-1, keepdim=True))
-    before = candidates.cumsum(-1) - candidates
+    cumulative = candidates.cumsum(-1)  # one after the other: zeros behind, of a batch mate's width, change no bit
+    total = cumulative[:, -1:].where(top_k < vocab_size, probabilities.cumsum(-1)[:, -1:])
+    before = cumulative - candidates
     kept = within & ((before < (top_p - TOP_P_EPSILON) * total) | (top_p >= 1))
     return values, kept.sum(-1).clamp(min=1)
 

@@ -75,6 +75,13 @@ class EngineOptions:
         bool,
         typer.Option("--prefix-cache/--no-prefix-cache", help="Keep the KV of prompts for those that begin alike."),
     ] = True
+    deterministic: Annotated[
+        bool,
+        typer.Option(
+            "--deterministic",
+            help="Tokens and logprobs are bit-equal whatever the batch, chunks, preemption, cached prefix or pool.",
+        ),
+    ] = False
     record: Annotated[
         Path | None,
         typer.Option(
@@ -135,6 +142,7 @@ def load(model: str, options: EngineOptions) -> Launched:
         preemption=Preemption(options.preemption),
         swap_bytes=0 if no_swap_space else parse_size(options.swap_space, "--swap-space"),
         prefix_cache=options.prefix_cache,
+        deterministic=options.deterministic,
     )
     if options.record is None:
         return launch(model, options.kernels, config)

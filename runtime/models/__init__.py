@@ -35,12 +35,15 @@ MODELS = {
 
 
 class CausalLM(Protocol):
-    """What the engine needs of a model: its sizes, its dtype, and one step over a batch."""
+    """What the engine needs of a model: its sizes, its dtype, whether a token's row has the same bits in every batch, and
+    one step over a batch."""
 
     @property
     def config(self) -> ModelConfig: ...
     @property
     def dtype(self) -> DType: ...
+    @property
+    def deterministic(self) -> bool: ...
 
     def forward(self, batch: Batch, kv_cache: KVCache, kernels: PagedKernels) -> torch.Tensor:
         """Writes the batch's K and V into the cache; returns logits [R, vocab_size], float32, of batch.logits_rows."""
@@ -61,8 +64,11 @@ def check_architecture(architecture: str) -> None:
         raise ModelError(f"architecture {architecture!r} is not supported; allowed: {', '.join(MODELS)}")
 
 
-def build_model(config: ModelConfig, weights: Mapping[str, torch.Tensor], dtype: DType) -> CausalLM:
-    """The model of config.architecture with these weights."""
+def build_model(
+    config: ModelConfig, weights: Mapping[str, torch.Tensor], dtype: DType, deterministic: bool = False
+) -> CausalLM:
+    """The model of config.architecture with these weights. `deterministic` needs kernels of a deterministic spec, too."""
     row = MODELS[config.architecture]
-    model: CausalLM = getattr(import_module(f"{__name__}.{row.module}"), row.class_name)(config, weights, dtype)
+    make = getattr(import_module(f"{__name__}.{row.module}"), row.class_name)
+    model: CausalLM = make(config, weights, dtype, deterministic)
     return model

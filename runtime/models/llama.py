@@ -14,7 +14,7 @@ from pagegen.kernel import TORCH_DTYPES, PagedKernels
 from pagegen.runtime.attention import PagedAttention
 from pagegen.runtime.batch import Batch
 from pagegen.runtime.kv_cache import KVCache
-from pagegen.runtime.layers import Checkpoint, LMHead, RotaryEmbedding, silu_and_mul
+from pagegen.runtime.layers import Checkpoint, Linear, LMHead, RotaryEmbedding, silu_and_mul
 from pagegen.runtime.models.config import ModelConfig
 from pagegen.spec import DType
 
@@ -34,6 +34,7 @@ class LlamaLayer:
         self.post_attention_norm = checkpoint.norm(f"{prefix}.post_attention_layernorm", config.rms_norm_eps)
         self.gate_up = checkpoint.linear(f"{mlp}.gate_proj", f"{mlp}.up_proj")
         self.down = checkpoint.linear(f"{mlp}.down_proj")
+        self.deterministic = checkpoint.deterministic
 
     def forward(
         self, hidden: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], attention: PagedAttention, batch: Batch
@@ -43,20 +44,25 @@ class LlamaLayer:
         qk = RotaryEmbedding.rotate(qkv[:, : self.num_heads + self.num_kv_heads], angles)
         q, k, v = qk[:, : self.num_heads], qk[:, self.num_heads :], qkv[:, -self.num_kv_heads :]
         hidden += self.o(attention(self.index, q, k, v, batch))
-        hidden += self.down(silu_and_mul(self.gate_up(self.post_attention_norm(hidden))))
+        gate_up = self.gate_up(self.post_attention_norm(hidden))
+        hidden += self.down(silu_and_mul(gate_up, self.deterministic))
 
 
 class LlamaForCausalLM:
     """Raises ModelError if the weights are not what the config says."""
 
-    def __init__(self, config: ModelConfig, weights: Mapping[str, torch.Tensor], dtype: DType) -> None:
-        checkpoint = Checkpoint(weights, config.weight_shapes(), TORCH_DTYPES[dtype])
+    def __init__(
+        self, config: ModelConfig, weights: Mapping[str, torch.Tensor], dtype: DType, deterministic: bool = False
+    ) -> None:
+        checkpoint = Checkpoint(weights, config.weight_shapes(), TORCH_DTYPES[dtype], deterministic)
         self.config = config
         self.dtype = dtype
+        self.deterministic = deterministic
         self.embed_tokens = checkpoint.tensor("model.embed_tokens.weight")
         self.layers = [LlamaLayer(index, config, checkpoint) for index in range(config.num_layers)]
         self.norm = checkpoint.norm("model.norm", config.rms_norm_eps)
-        self.lm_head = LMHead(self.embed_tokens if config.tie_word_embeddings else checkpoint.tensor("lm_head.weight"))
+        head = self.embed_tokens if config.tie_word_embeddings else checkpoint.tensor("lm_head.weight")
+        self.lm_head = LMHead(Linear(head, None, deterministic))
         self.rotary = RotaryEmbedding(torch.tensor(config.inverse_frequencies(), dtype=torch.float32))
 
     def forward(self, batch: Batch, kv_cache: KVCache, kernels: PagedKernels) -> torch.Tensor:

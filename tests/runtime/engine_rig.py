@@ -32,6 +32,7 @@ class ScriptedModel:
     def __init__(self, script: Callable[[int, int], int | float]) -> None:
         self.config: ModelConfig = dataclasses.replace(TINY.config, max_position_embeddings=64)
         self.dtype = DType.FP32
+        self.deterministic = False
         self.script = script
 
     def forward(self, batch: Batch, kv_cache: KVCache, kernels: PagedKernels) -> torch.Tensor:

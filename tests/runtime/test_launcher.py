@@ -41,7 +41,15 @@ def test_without_a_package_the_default_config_is_built_and_says_how_to_tune() ->
     assert message.startswith("default config") and f"`pagegen tune {SPEC.slug}`" in message
 
 
-@pytest.mark.parametrize("own", [SPEC, SPEC.replace(block_size=32), SPEC.replace(layout=KVLayout.parse("HDN8"))])
+@pytest.mark.parametrize(
+    "own",
+    [
+        SPEC,
+        SPEC.replace(block_size=32),
+        SPEC.replace(layout=KVLayout.parse("HDN8")),
+        SPEC.replace(deterministic=True),  # more than was asked for
+    ],
+)
 def test_a_named_package_brings_its_own_block_size_and_layout(own: KernelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     loads(package(own), monkeypatch)
     kernels, message = find_kernels(SPEC, FOLDER)
@@ -65,6 +73,21 @@ def test_a_package_that_does_not_fit_is_refused_with_both_sides_and_the_remedy(
         find_kernels(SPEC, FOLDER)
     message = str(caught.value)
     assert other.slug in message and SPEC.slug in message and f"pagegen tune {SPEC.slug}" in message
+
+
+def test_a_package_that_is_not_deterministic_is_refused_where_that_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loads(package(SPEC), monkeypatch)
+    wanted = SPEC.replace(deterministic=True)
+    with pytest.raises(PackageError, match=f"computes {SPEC.slug}, the model needs {wanted.slug}; `pagegen tune"):
+        find_kernels(wanted, FOLDER)
+
+
+def test_launch_of_a_deterministic_engine_brings_all_of_it() -> None:
+    config = EngineConfig(dtype=DType.FP32, num_blocks=8, deterministic=True)
+    engine = launch("dummy:tiny", None, config, block_size=4).engine
+    assert engine.kernels.spec.deterministic and engine.model.deterministic
 
 
 def test_a_gpu_package_is_refused_by_the_cpu_runtime(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from pagegen.reference import ReferenceKernels
 from pagegen.runtime.batch import Batch
 from pagegen.runtime.block_manager import BlockManager
 from pagegen.runtime.kv_cache import KVCache
-from pagegen.runtime.layers import LMHead, RMSNorm, RotaryEmbedding, silu_and_mul
+from pagegen.runtime.layers import Linear, LMHead, RMSNorm, RotaryEmbedding, silu_and_mul
 from pagegen.runtime.models import MODELS, CausalLM, build_model
 from pagegen.runtime.models.config import ModelConfig, RopeScaling
 from pagegen.runtime.policies import Demand
@@ -159,7 +159,7 @@ def test_the_likeliest_bf16_logits_are_as_exact_as_their_inputs() -> None:
         2 * torch.randn(5, 64, generator=generator).bfloat16(),
     )
     exact = x.float() @ weight.float().T
-    logits, rounded = LMHead(weight)(x), (x @ weight.T).float()
+    logits, rounded = LMHead(Linear(weight))(x), (x @ weight.T).float()
     best = exact.topk(20).indices
     assert (logits - exact).gather(-1, best).abs().max() < 1e-4 < (rounded - exact).gather(-1, best).abs().max()
     torch.testing.assert_close(logits, exact, atol=0.2, rtol=0.01)

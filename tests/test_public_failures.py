@@ -1,13 +1,16 @@
 """Mistakes that were shipped elsewhere, each with the input that showed it and the right answer.
 
-The reference answers in every run, a built C++ kernel in long ones. More of them stand in test_reference.py and
-test_offsets.py, and every planted fault of docs/mutants.md that has a *public* entry is one.
+The reference answers in every run, a built C++ kernel in long ones. `ANSWERS` says where each row of the list of them is
+answered; every planted fault of docs/mutants.md that has a *public* entry is one, too.
 """
 
 from __future__ import annotations
 
+import importlib
 import math
 import mmap
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +27,79 @@ from pagegen.transfer import GatherBlocks, ScatterBlocks, allocate_staging
 from tests.test_reference import INF, NAN, Cache, Maker, fp32, make
 
 __all__ = ["make"]  # the fixture: reference, and C++ in long runs
+
+# Rows of kernels: group A, and what kernels have to do with B (memory) and G (models); whose mistake it was, and the tests.
+ANSWERS: dict[str, tuple[str, ...]] = {
+    "A01 block offsets in 32 bits, ids in 16 (vLLM issue 50427, PR 47671; xformers issue 719)": (
+        "test_offsets.test_an_offset_past_31_bits_is_a_positive_number",
+        "test_offsets.test_triton_widens_a_block_before_it_multiplies",
+        "test_public_failures.test_a_block_two_gibibytes_from_the_start_is_found",
+        "test_reference.test_block_ids_past_65536_are_told_apart",
+        "test_reference.test_positions_past_32768_are_seen",
+    ),
+    "A02 unused slots of the last page leak (flash-attention issues 1745, 2374)": (
+        "test_reference.test_unused_slots_of_the_last_page_do_not_leak",
+    ),
+    "A03 empty parts merge to NaN (flashinfer issue 4051, vLLM PR 39148, rocMLIR PR 2371)": (
+        "test_reference.test_no_key_at_all_gives_zero_and_minus_infinity",
+        "test_public_failures.test_cutting_a_context_into_parts_changes_nothing",
+        "test_public_failures.test_a_part_that_sees_nothing_weighs_nothing",
+    ),
+    "A04 a second sequence within one page is zeros (flashinfer issue 725)": ("test_reference.test_a_second_sequence_shorter_than_a_page",),
+    "A05 a window one key too wide (transformers issue 39408, zml PR 763)": ("test_public_failures.test_a_window_counts_the_own_key",),
+    "A06 groups that are no power of two, or do not divide (tvm PR 17074, vLLM PR 40792)": (
+        "test_reference.test_any_number_of_query_heads_shares_a_kv_head",
+        "test_reference.test_heads_that_do_not_divide_are_refused_before_there_is_a_kernel",
+    ),
+    "A07 the scale of a padded head dim (ipex-llm PR 12619, cudnn-frontend PR 493)": (
+        "test_reference.test_the_scale_is_that_of_the_stated_head_dim",
+    ),
+    "A08 the causal mask from the top left (flash-attention issue 282, sparkinfer issue 3)": (
+        "test_reference.test_chunked_prefill_aligns_the_mask_to_the_last_key",
+        "test_reference.test_chunkings_of_a_prompt_agree",
+    ),
+    "A09 sequences without a query (flash-attention issues 1537, 1619)": ("test_reference.test_sequences_without_a_query_are_passed_over",),
+    "A10 a slot of -1 is the last one (vLLM PR 43869, issue 57156)": (
+        "test_reference.test_padding_slots_write_nothing",
+        "test_public_failures.test_padding_rows_neither_change_an_answer_nor_a_block",
+    ),
+    "A11 scales of an fp8 cache lost on a path (flashinfer issues 1023, 4979; imp PR 1189)": (
+        "test_public_failures.test_both_scales_count_on_every_path",
+        "test_public_failures.test_a_block_that_went_out_and_came_back_is_the_same",
+        "test_public_failures.test_a_scale_that_is_no_scale_is_refused",
+    ),
+    "B08 children write into a shared block (xllm PR 1984, llama.cpp issue 3802)": (
+        "test_public_failures.test_one_source_copied_to_several_destinations_keeps_each",
+        "runtime.test_public_failures_b.test_b08_beams_that_part_write_into_blocks_of_their_own",
+    ),
+    "G01 rotary rows in another order (llama.cpp PR 3364, transformers PR 31788)": (
+        "test_public_failures.test_the_two_styles_of_rotation_pair_other_dims",
+        "runtime.test_gguf.test_unpermute_restores_the_halves_of_each_head",
+        "runtime.test_gguf.test_quantised_q_and_k_and_their_biases_are_unpermuted",
+    ),
+    "G04 partial rotation of the whole width (pie PR 603, maxtext PR 4742)": (
+        "test_public_failures.test_partial_rotation_has_the_angles_of_its_own_width",
+    ),
+    "G05 a head size that is stated and computed all the same (TensorRT-LLM issue 5912)": (
+        "test_reference.test_the_scale_is_that_of_the_stated_head_dim",
+        "runtime.test_gguf.test_the_stated_head_size_wins",
+    ),
+}
+LIST = Path(__file__).parents[2] / "shared" / "cases" / "public_failures.md"
+
+
+@pytest.mark.parametrize("row", ANSWERS)
+def test_a_row_is_answered_by_tests_that_exist(row: str) -> None:
+    for name in ANSWERS[row]:
+        module, test = name.rsplit(".", 1)
+        assert callable(getattr(importlib.import_module(f"tests.{module}"), test, None)), name
+
+
+@pytest.mark.skipif(not LIST.exists(), reason="needs the list of public failures beside the repository")
+def test_every_row_about_kernels_is_answered() -> None:
+    listed = set(re.findall(r"^### (A\d+)", LIST.read_text(), re.MULTILINE))
+    assert listed
+    assert listed <= {row.split()[0] for row in ANSWERS}
 
 
 # --- softmax in parts (flashinfer issue 4051, vLLM PR 39148, rocMLIR PR 2371) ----------------------------------------
@@ -214,3 +290,22 @@ def test_partial_rotation_has_the_angles_of_its_own_width(make: Maker) -> None:
         assert found[:4].tolist() == pytest.approx([0.0, 0.540302, 0.0, 0.841471], abs=1e-6)
         assert torch.equal(found[4:], row[0, 0, 4:])  # bit for bit
     assert torch.equal(cache.v[0, 2, 0], row[0, 0])
+
+
+@pytest.mark.parametrize(
+    ("style", "want"), [("neox", [-5, -6, -7, -8, 1, 2, 3, 4]), ("interleaved", [-2, 1, -4, 3, -6, 5, -8, 7])]
+)
+def test_the_two_styles_of_rotation_pair_other_dims(make: Maker, style: str, want: list[float]) -> None:
+    """Cosines of 0 and sines of 1 turn every pair (a, b) into (-b, a)."""
+    spec = fp32(rope=style, lse=False)
+    row = torch.arange(1.0, 9.0).view(1, 1, 8)
+    quarter = torch.cat((torch.zeros(1, 4), torch.ones(1, 4)), -1)
+    turned, cache = torch.full((1, 1, 8), NAN), Cache(spec, 1, filler=0.0)
+    kernels = make(spec)
+    extras = WriteExtras(None, row, turned, torch.tensor([0]), quarter)
+    kernels.write_kv(row, row, cache.k, cache.v, torch.tensor([2]), extras=extras)
+    back = torch.full((1, 1, 8), NAN)
+    kernels.write_kv(turned, row, cache.k, cache.v, torch.tensor([3]), extras=WriteExtras(None, turned, back, torch.tensor([0]), quarter))
+    for found in (turned[0, 0], cache.k[0, 2, 0]):
+        assert found.tolist() == want
+    assert torch.equal(back, -row) and torch.equal(cache.k[0, 3], -row[0])  # twice a quarter: a half turn

@@ -219,7 +219,7 @@ class KernelSpec:
         set_field = object.__setattr__  # the one way to normalise a frozen value
         for name, kind in (("dtype", DType), ("kv_dtype", DType), ("kv_scale", KVScale), ("rope", Rope)):
             value = getattr(self, name)
-            if value is not None and not isinstance(value, kind):
+            if (value is not None or name == "dtype") and not isinstance(value, kind):
                 set_field(self, name, _enum(kind, value, name))
         if self.kv_dtype is None:
             set_field(self, "kv_dtype", self.dtype)
@@ -251,7 +251,10 @@ class KernelSpec:
                 "grouped-query attention shares each KV head among the same number of query heads"
             )
         if self.group > max_group:
-            raise SpecError(f"group q_heads/kv_heads={self.group} is not supported; allowed: 1 to {max_group}")
+            raise SpecError(
+                f"q_heads={self.q_heads} over kv_heads={self.kv_heads} is a group of {self.group}, which is not supported; "
+                f"allowed: 1 to {max_group} query heads a KV head"
+            )
 
     def _check_cache(self) -> None:
         if self.dtype not in FLOATS:

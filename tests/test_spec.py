@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import re
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagegen.errors import SpecError
@@ -190,13 +192,14 @@ def test_a_layout_left_to_the_tuner_is_no_layout_yet() -> None:
         ({"kv_heads": -3}, "kv_heads=-3"),
         ({"q_heads": True}, "q_heads=True"),
         ({"q_heads": 9.0}, r"q_heads=9\.0"),
-        ({"q_heads": 33, "kv_heads": 1}, "group"),
+        ({"q_heads": 33, "kv_heads": 1}, "q_heads=33 over kv_heads=1 is a group of 33, .* allowed: 1 to 32 query heads a KV head"),
         ({"head_dim": 65}, "head_dim=65 .* multiples of 8"),
         ({"head_dim": 264}, "head_dim=264"),
         ({"head_dim_v": 20}, "head_dim_v=20"),
         ({"block_size": 0}, "block_size=0"),
         ({"block_size": 2048}, "block_size=2048"),
         ({"dtype": "fp8"}, "dtype='fp8' is not known; allowed: fp32, bf16, fp16"),
+        ({"dtype": None}, "dtype=None is not known; allowed: fp32, bf16, fp16"),
         ({"kv_dtype": 16}, "kv_dtype=16"),
         ({"layout": "NDH"}, "layout 'NDH'"),
         ({"layout": 5}, "layout=5"),
@@ -241,6 +244,31 @@ def test_a_refusal_names_the_field_in_one_line(changes: dict[str, Any], named: s
     with pytest.raises(SpecError, match=named) as caught:
         KernelSpec.from_dict(BASE | changes)
     assert "\n" not in str(caught.value)
+
+
+JUNK = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 2000),
+    st.floats(-4, 4),
+    st.sampled_from([math.inf, -math.inf, math.nan, 2**70]),
+    st.sampled_from(["", "auto", "fp8_e5m2", "int4", "HDN8_HDN", "neox", "score * 2", "head", "\n"]),
+    st.lists(st.integers(), max_size=2),
+)
+
+
+@settings(max_examples=600)
+@given(st.sampled_from([field.name for field in dataclasses.fields(KernelSpec)]), JUNK)
+def test_any_value_of_a_field_is_a_spec_or_one_line_that_names_the_field_and_the_value(field: str, value: object) -> None:
+    try:
+        spec = KernelSpec.from_dict(BASE | {field: value})
+    except SpecError as error:
+        said = str(error)
+        assert "\n" not in said and len(said) < 400
+        assert field in said
+        assert value is True or repr(value)[:20] in said or str(value)[:20] in said
+    else:
+        assert KernelSpec.from_dict(spec.to_dict()) == spec
 
 
 @pytest.mark.parametrize("field", sorted(BASE))

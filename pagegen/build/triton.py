@@ -283,6 +283,9 @@ class Interpreter:
 def _interpret(connection: Any) -> None:
     os.environ["TRITON_INTERPRET"] = "1"  # before triton's first import, and in this process only
     torch.set_num_threads(1)
+    import triton._utils
+
+    triton._utils.TRITON_MAX_TENSOR_NUMEL = 1 << 24  # the compiler's limit, which sums without a dot exceed only here
     warnings.simplefilter("ignore", RuntimeWarning)  # numpy's, about infinities and NaN, which are meant
     modules: dict[str, ModuleType] = {}
     while True:

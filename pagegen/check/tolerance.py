@@ -10,11 +10,12 @@ the spec (soft cap, ALiBi, score_mod) carries the error on and adds its own roun
 subtraction of the maximum and the exponent, exp makes of d a relative error e = expm1(d) of its probability. So with n
 keys, u the unit roundoff of the output's dtype and N = sum p e |v|, E = sum p e, A = sum p |v|:
 
-    |out - reference| <= u (2 |reference| + A) + t (2 + sum |v|) + (N + E |reference| + 2 u32 (sqrt(n) + 8) A) / (1 - E)
+    |out - reference| <= u (2 |reference| + A) + t (2 + S) + f S + (N + E |reference| + 2 u32 (sqrt(n) + 8) A) / (1 - E)
     |lse - reference| <= log1p(E) + u32 (sqrt(n) + 8 + 2 |reference|)
 
 The first terms of out are its rounding on both sides, and of the probabilities, which a kernel on matrix units rounds to
-the output's dtype; t is half its smallest subnormal number. Where E is 1 or more, or a score may have left fp32's range,
+the output's dtype; t is half its smallest subnormal number, and S = sum |v|. f = 2**-125: a weight, and the rescaling of
+a part, may be 0 below the least normal number, as a fast exp has it. Where E is 1 or more, or a score may have left fp32's range,
 nothing is promised: the bound is infinite, and a NaN within it. Vendored into every kernel package.
 """
 
@@ -37,6 +38,7 @@ from .tensors import arguments
 
 U32 = 2.0**-24
 FP32_MAX = float(torch.finfo(torch.float32).max)
+FLUSHED = 2.0**-125  # what a weight beside a largest one of 1 may lose to exp without subnormal numbers, twice
 STEPS = 4  # units in the last place that a library's exp, tanh, log or division may lose
 
 
@@ -261,7 +263,7 @@ def _row_bounds(
     unit, tiny = info.eps / 2, info.smallest_normal * info.eps / 2
     everything = torch.einsum("qhk,khd->qhd", (p > 0).double(), sizes)
     arithmetic = (moved + loose[..., None] * out.abs() + 2 * U32 * sums * mean) / (1 - loose[..., None])
-    bound = unit * (2 * out.abs() + mean) + tiny * (2 + everything) + torch.where(loose[..., None] < 1, arithmetic, math.inf)
+    bound = unit * (2 * out.abs() + mean) + tiny * 2 + (tiny + FLUSHED) * everything + torch.where(loose[..., None] < 1, arithmetic, math.inf)
     return bound, torch.log1p(loose) + U32 * (sums + 2 * total.abs().nan_to_num(posinf=0.0))
 
 

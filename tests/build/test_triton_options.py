@@ -149,6 +149,13 @@ def test_a_deterministic_row_has_the_same_bits_in_any_batch_and_chunk(
     assert failures(interpreter, source(spec), [*dict.fromkeys(cases)]) == []
 
 
+def test_sums_of_the_largest_deterministic_tile_are_interpreted(interpreter: Interpreter) -> None:
+    """128 x 128 scores of 128 dims: more elements than Triton compiles, and than any product on a GPU has."""
+    spec = small("", deterministic=True, head_dim=128)
+    made = source(spec, knobs={"tile_q": 128, "tile_kv": 128})
+    assert failures(interpreter, made, cases_of(spec, Op.ATTEND, ("two unfinished pages",))) == []
+
+
 def test_a_prefix_is_shared_in_one_pass_or_several(interpreter: Interpreter) -> None:
     spec = small("sinks", block_size=16)
     queries, contexts = (1, 3, 1), (560, 600, 544)

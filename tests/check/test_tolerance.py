@@ -44,6 +44,12 @@ def cases_of(spec: KernelSpec) -> list[Case]:
     return [case for case in probe(spec, 0, 1e6) if case.op is Op.ATTEND and not case.far and case.fault is None and case.like is None]
 
 
+def exp(x: torch.Tensor) -> torch.Tensor:
+    """Without subnormal results, which fast ones leave out."""
+    found = torch.exp(x)
+    return torch.where(found < torch.finfo(x.dtype).smallest_normal, 0.0, found)
+
+
 def attend_in_tiles(case: Case, tensors: Tensors) -> None:
     """attend as kernels do it: in fp32, a tile of keys at a time under a running maximum, weights rounded to q's dtype."""
     spec, given_ = case.spec, arguments(case, tensors)
@@ -72,7 +78,7 @@ def attend_in_tiles(case: Case, tensors: Tensors) -> None:
             tile, values = scores[..., t : t + TILE], v[t : t + TILE]
             new = torch.maximum(top, tile.amax(-1))
             shift = new.nan_to_num(neginf=0.0)
-            p, alpha = torch.exp(tile - shift[..., None]), torch.exp(top - shift)
+            p, alpha = exp(tile - shift[..., None]), exp(top - shift)
             top, total = new, total * alpha + p.sum(-1)
             sums = sums * alpha[..., None] + torch.einsum("qhk,khd->qhd", p.to(TORCH_DTYPES[spec.dtype]).float(), values)
         tensors["out"][rows] = torch.where(total[..., None] > 0, sums / total[..., None], 0.0).to(TORCH_DTYPES[spec.dtype])
@@ -150,6 +156,22 @@ def test_a_score_carries_its_error_through_every_step(scores: list[float], text:
     for off in (-share, share):
         found = evaluate_score_mod(text, (exact + off * error).float(), at["q_idx"].float(), k_idx.float(), at["head"].float())
         assert ((found.double() - bounded.value).abs() <= bounded.error + U32 * bounded.value.abs()).all()
+
+
+def test_a_weight_below_the_normal_numbers_may_be_none() -> None:
+    """One key with a score of -90 beside a sink: its weight is subnormal, and 0 where exp has no such numbers."""
+    spec = spec_of("fp32").replace(sinks=True)
+    case = Case("one key", Op.ATTEND, spec, (1,), (1,))
+    tensors = materialise(case)
+    key, _ = ReferenceKernels(spec).keys_and_values(tensors["k_cache"], tensors["v_cache"], tensors["block_table"][0], 1, None)
+    case = case.replace(scale=-90 / float(tensors["q"][0, 0].double() @ key[0, 0]))
+    exact = expected(case).tensors["out"][0, 0]
+    assert 0 < exact.abs().max() < torch.finfo(torch.float32).smallest_normal
+    attend_in_tiles(case, tensors)
+    assert (tensors["out"][0, 0] == 0).all()
+    assert compare(case, written(case, tensors)) is None
+    tensors["out"][0, 0] = 2.0**-120
+    assert str(compare(case, written(case, tensors))).startswith("out[0, 0, ")
 
 
 def test_where_nothing_can_be_promised_nothing_is() -> None:

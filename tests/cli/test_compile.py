@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
+
+from pagegen.cli.compile import PROMISED, REPORTED
+from pagegen.spec import PAGED_OPS, DType
+from pagegen.target import TARGETS, parse_target
 
 from .helpers import run
 
@@ -61,3 +66,34 @@ def test_a_target_that_does_not_compile_is_a_row_and_the_answer_no(monkeypatch: 
 def test_a_wrong_request_is_one_line(words: tuple[str, ...], message: str) -> None:
     result = run(*words)
     assert result.status == 2 and message in result.stderr and result.stderr.count("\n") == 1
+
+
+# --- the matrix ------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_promised_are_16_bit_specs_of_the_usual_widths_and_three_ratios() -> None:
+    assert {(spec.dtype, spec.head_dim) for spec in PROMISED} == set(itertools.product((DType.FP16, DType.BF16), (64, 96, 128)))
+    assert {spec.group for spec in PROMISED} == {1, 3, 4}
+    assert any(spec.v_in_k for spec in REPORTED)
+    assert {DType.FP32} < {spec.dtype for spec in REPORTED} and 256 in {spec.head_dim for spec in REPORTED}
+
+
+@pytest.mark.long
+@pytest.mark.triton
+@pytest.mark.compiler
+@pytest.mark.timeout(3600)
+def test_the_whole_matrix_compiles_and_what_is_promised_does_not_spill() -> None:
+    """Every target, present or not; a second run finds everything built."""
+    result = run("compile", "--all", "--target", "all", "--json")
+    rows = result.document["rows"]
+    wanted = {(spec.slug, target.name, op.value) for spec in (*PROMISED, *REPORTED) for target in TARGETS for op in PAGED_OPS}
+    assert {(row["spec"], row["target"], row["op"]) for row in rows} == wanted
+    promised = {spec.slug for spec in PROMISED}
+    for row in rows:
+        lacks = row["error"] is not None and "cpu:" in row["target"]  # a cross compiler that this machine does not have
+        assert lacks or row["error"] is None, row
+        if not row["target"].startswith("cpu"):
+            assert row["spills"] is not None and row["shared_memory"] is not None
+            limit = parse_target(row["target"]).shared_memory
+            if row["spec"] in promised:
+                assert row["spills"] == 0 and row["shared_memory"] <= limit and row["occupancy"] > 0, row

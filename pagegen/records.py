@@ -43,6 +43,7 @@ class Evaluation:
     timings: Mapping[str, Timing] = dataclasses.field(default_factory=dict)  # workload point -> timing
     environment: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     seconds: float = 0.0  # what the evaluation itself took
+    gate_seconds: float = 0.0  # of these the gate's, after compilation
 
     def __post_init__(self) -> None:
         if (self.status is Status.PASSED) != (self.score is not None):

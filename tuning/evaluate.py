@@ -226,13 +226,15 @@ class Evaluator:
         Raises BuildError or CheckError if the default itself does not build or pass: then nothing can be tuned.
         """
         begin = time.monotonic()
-        found = self._gated(config) or self._timed(phase, config)
+        failed, gate_seconds = self._gated(config)
+        found = failed or self._timed(phase, config)
         if config == self.default and found.status is not Status.PASSED:
             raise CheckError(
                 f"the default config of attend for {self.spec.slug} on {self.target.name} ended with {found.status} "
                 f"({found.reason}), so there is nothing to tune against; `pagegen check` shows the smallest failing input"
             )
-        return dataclasses.replace(found, environment=self.environment, seconds=time.monotonic() - begin)
+        spent = time.monotonic() - begin
+        return dataclasses.replace(found, environment=self.environment, seconds=spent, gate_seconds=gate_seconds)
 
     def compare(
         self, configs: Mapping[str, Config], anchor: str, phase: Phase, seconds: float, with_sdpa: bool = False
@@ -250,16 +252,16 @@ class Evaluator:
         except TimerDied as error:
             raise CheckError(f"a config that had passed the gate failed in {phase}: {error}; run the command again") from None
 
-    def _gated(self, config: Config) -> Evaluation | None:
-        """None if it passes."""
+    def _gated(self, config: Config) -> tuple[Evaluation | None, float]:
+        """None if it passes; and the gate's seconds."""
         values = config.to_dict()
         try:
             report = check_variant(render(variant(Op.ATTEND, self.spec, self.target, config)))
         except (BuildError, RenderError) as error:
             if config == self.default:
                 raise
-            return Evaluation(Status.BUILD_ERROR, values, str(error))
-        return None if report.passed else Evaluation(report.status, values, report.reason)
+            return Evaluation(Status.BUILD_ERROR, values, str(error)), 0.0
+        return None if report.passed else Evaluation(report.status, values, report.reason), report.seconds
 
     def _timed(self, phase: Phase, config: Config) -> Evaluation:
         values = config.to_dict()

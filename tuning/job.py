@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -118,6 +119,7 @@ def tune(
             names = {name: found.name for name, found in studies.items()}
         winners, rows = _decide(evaluator, finalists)
     counts = Counter(found.status for evaluations in records.values() for _, found in evaluations)
+    gated = [found.gate_seconds for evaluations in records.values() for _, found in evaluations if found.gate_seconds]
     document: dict[str, Any] = {
         "format": 1,
         "spec": spec.to_dict(),
@@ -128,6 +130,7 @@ def tune(
         "seed": seed,
         "trials": tried,
         "counts": {status.value: counts[status] for status in Status},
+        "gate": {"median": statistics.median(gated), "longest": max(gated)} if gated else None,  # seconds, after compilation
         "winner": [winner.to_dict() for winner in winners],
         "noise": noise(rows),
         "rows": [row.to_dict() for row in rows],

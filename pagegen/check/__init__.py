@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -64,7 +65,8 @@ def check_cases(source: Source, cases: Sequence[Case], timeout: float = TIMEOUT,
     if source.variant.template.language == "cpp":
         return check_library(compile_library(source.text, target), op, target, cases, timeout, smallest=smallest)
     cases = [case for case in cases if case.fault is None]
-    return CheckReport.of(len(cases), check_calls({op: build(source)}, cases, "cuda"))
+    kernel, begin = build(source), time.monotonic()
+    return CheckReport.of(len(cases), check_calls({op: kernel}, cases, "cuda")).timed(begin)
 
 
 def check_library(

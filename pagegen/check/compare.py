@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
@@ -42,6 +43,7 @@ class CheckReport:
     status: Status
     cases: int
     failures: tuple[Failure, ...] = ()
+    seconds: float = dataclasses.field(default=0.0, compare=False)  # what judging took, after compilation
 
     @property
     def passed(self) -> bool:
@@ -59,10 +61,14 @@ class CheckReport:
         ordered = tuple(sorted(failures, key=lambda failure: failure.case.size))
         return cls(status if ordered else Status.PASSED, cases, ordered)
 
+    def timed(self, begin: float) -> CheckReport:
+        """The same, with the seconds since `begin` on the monotonic clock."""
+        return dataclasses.replace(self, seconds=time.monotonic() - begin)
+
     def to_dict(self) -> dict[str, object]:
         """Plain JSON values."""
         failures = [failure.to_dict() for failure in self.failures]
-        return {"status": self.status.value, "passed": self.passed, "cases": self.cases, "failures": failures}
+        return {"status": self.status.value, "passed": self.passed, "cases": self.cases, "seconds": self.seconds, "failures": failures}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -248,7 +254,8 @@ def check_kernels(
     """Runs a suite on loaded kernels, in this process. Faults are left out: refusing them is the C ABI's promise."""
     calls: dict[Op, Callable[..., None]] = {Op.ATTEND: kernels.attend, Op.WRITE_KV: kernels.write_kv, Op.COPY_BLOCKS: kernels.copy_blocks}
     cases = [case for case in suite_named(suite)(kernels.spec, None, seed) if case.op in ops and case.fault is None]
-    return CheckReport.of(len(cases), check_calls(calls, cases, device))
+    begin = time.monotonic()
+    return CheckReport.of(len(cases), check_calls(calls, cases, device)).timed(begin)
 
 
 def check_calls(

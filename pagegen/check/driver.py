@@ -13,6 +13,7 @@ import re
 import signal
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -45,9 +46,9 @@ def run_library(
     library: Path, op: Op, target: Target, cases: Sequence[Case], timeout: float
 ) -> CheckReport:
     """See `pagegen.check.check_library`."""
+    program, begin = _Program(compile_program(driver_text(op), target), target, library), time.monotonic()
     prepared = prepare(tuple(case for case in cases if case.op is op))
-    ending = _execute(_Program(compile_program(driver_text(op), target), target, library), prepared, timeout)
-    return _report(prepared, ending)
+    return _report(prepared, _execute(program, prepared, timeout)).timed(begin)
 
 
 def library_outputs(

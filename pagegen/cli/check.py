@@ -136,6 +136,7 @@ def _print(
                 "failures": failures,
                 "snippets": snippets,
                 "kernels": {name: report.status.value for name, report in reports.items()},
+                "seconds": {name: report.seconds for name, report in reports.items()},
                 "spec": spec.to_dict(),
                 "target": target.name,
                 "suite": suite,
@@ -143,8 +144,8 @@ def _print(
             }
         )
         return
-    rows = [[name, report.status.value, str(report.cases)] for name, report in reports.items()]
-    print_table(f"{spec.slug} on {target.name}, {suite} suite, seed {seed}", ["kernel", "status", "cases"], rows)
+    rows = [[name, report.status.value, str(report.cases), f"{report.seconds:.2f}"] for name, report in reports.items()]
+    print_table(f"{spec.slug} on {target.name}, {suite} suite, seed {seed}", ["kernel", "status", "cases", "seconds"], rows)
     for failure in failures:
         shape = f"query_lens={failure['query_lens']} context_lens={failure['context_lens']}"
         note(f"{failure['kernel']}, {failure['name']}: {failure['message']} ({shape} seed={failure['seed']})")

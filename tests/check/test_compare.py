@@ -144,7 +144,7 @@ def test_a_report_is_json() -> None:
     assert (document["status"], document["passed"], document["cases"]) == ("RUN_ERROR", False, 3)
     assert document["failures"][0]["message"] == "is off"
     assert document["failures"][0]["context_lens"] == [7, 3, 2]
-    assert CheckReport.of(3, []).to_dict() == {"status": "PASSED", "passed": True, "cases": 3, "failures": []}
+    assert CheckReport.of(3, []).to_dict() == {"status": "PASSED", "passed": True, "cases": 3, "seconds": 0.0, "failures": []}
 
 
 def test_callables_can_be_checked_one_op_at_a_time() -> None:

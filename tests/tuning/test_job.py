@@ -47,6 +47,7 @@ def test_a_run_ends_with_a_package_and_a_record_that_adds_up(tmp_path: Path) -> 
     document = result.document
     assert document["trials"] == {"resumed": 1, "new": 3, "lost": 0}
     assert sum(document["counts"].values()) == 4
+    assert 0 < document["gate"]["median"] <= document["gate"]["longest"]
     assert [winner["phase"] for winner in document["winner"]] == ["decode", "prefill", "mixed"]
     assert {row["name"] for row in document["rows"]} == {"tuned", "default", "sdpa_gather", "sdpa_gqa", "sdpa_folded"}
     folder = tmp_path / best_cpu().slug / SLUG
@@ -55,7 +56,7 @@ def test_a_run_ends_with_a_package_and_a_record_that_adds_up(tmp_path: Path) -> 
     assert all(Evaluation.from_dict(line).environment["hardware"] for line in lines)
     assert json.loads((folder / "tune.json").read_text()) == json.loads(json.dumps(document))
     report = result.report.read_text()
-    assert "sdpa folded" in report and "PASSED" in report
+    assert "sdpa folded" in report and "PASSED" in report and "s a candidate after compilation" in report
     loaded = load_package(result.package)
     assert check_kernels(loaded).passed
     rows = DispatchTable.from_dict(loaded.manifest["dispatch"]["attend"])

@@ -1,6 +1,6 @@
 """Plants every fault of pagegen/check/mutants.py and writes docs/mutants.md: which case of the gate notices which.
 
-    python scripts/mutants.py            runs all (minutes) and writes the page
+    python scripts/mutants.py            runs all (minutes; at OMP_NUM_THREADS=1) and writes the page
     python scripts/mutants.py WORD       runs those with WORD in their name, and prints their rows
 
 "one allclose" is what a test usually is: one ragged batch of random numbers, every cache slot filled with ordinary ones,

@@ -14,6 +14,7 @@ from pagegen.errors import CheckError
 from pagegen.records import Status
 from pagegen.spec import Op
 from tests.check.conftest import SCALAR, Builder
+from tests.conftest import ROOT
 
 KERNELS = {(mutant.op, mutant.spec): mutant for mutant in MUTANTS}
 # One a kernel is planted in every run, the others in long ones.
@@ -31,6 +32,19 @@ def judge(mutant: Mutant, text: str, build_text: Builder) -> CheckReport:
 def test_there_are_enough_and_half_are_public() -> None:
     assert len({(mutant.op, mutant.spec, mutant.name) for mutant in MUTANTS}) == len(MUTANTS) > 100
     assert 2 * sum(bool(mutant.public) for mutant in MUTANTS) >= len(MUTANTS)
+
+
+def test_the_page_has_every_mutant_and_each_is_noticed() -> None:
+    """docs/mutants.md was made from these faults: the full suite notices all, the quick one at least 25."""
+    text = (ROOT / "docs" / "mutants.md").read_text()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| ")][1:]
+    assert [row[:3] for row in rows] == [[m.name, f"{m.op.value}, {m.spec}", m.public or "-"] for m in MUTANTS]
+    quick, full, alone = ([row[column] for row in rows] for column in (3, 4, 6))
+    assert all(int(count) > 0 for count in full)
+    noticed = sum(int(count) > 0 for count in quick)
+    assert noticed >= 25
+    said = f"the full suite notices {len(rows)}, the quick suite {noticed}, one allclose {alone.count('yes')}."
+    assert said in " ".join(text.split())
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=ident)

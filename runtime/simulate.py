@@ -40,7 +40,7 @@ def simulate(
     requests have arrived. Raises ConfigError for a setup that serves nobody or a request that does not fit it.
     """
     costs = costs or StepCosts()
-    scheduler = setup.scheduler(costs=lambda: _preemption_costs(costs), recorder=recorder)
+    scheduler = setup.scheduler(costs=lambda: _preemption_costs(costs, setup.block_size), recorder=recorder)
     meter = Meter(scheduler, costs, warmup=warmup, horizon=horizon)
     num_arrived = 0
     while meter.now < horizon:
@@ -75,11 +75,11 @@ def simulate(
 
 
 def request_of(number: int, row: TraceRow, max_model_len: int) -> Request:
-    """A row as the scheduler sees it. No two prompts begin alike, so that no prefix is shared by accident."""
+    """A row as the scheduler sees it. Prompts share their `prefix` and no more: they go on with the row's number."""
     promised = row.max_tokens if row.max_tokens is not None else max(max_model_len - row.input, 1)
     return Request(
         str(number),
-        (number + 2, *(TOKEN,) * (row.input - 1)),
+        ((TOKEN,) * row.prefix + (number + 2,) + (TOKEN,) * row.input)[: row.input],
         row.input + promised,
         num_sequences=row.n,
         stop_token_ids=frozenset((STOP,)),
@@ -95,9 +95,9 @@ def _sample(row: ScheduledSequence) -> Sampled:
     return token if num_samples == 1 else (token,) * num_samples
 
 
-def _preemption_costs(costs: StepCosts) -> PreemptionCosts:
+def _preemption_costs(costs: StepCosts, block_size: int) -> PreemptionCosts:
     tiny = 1e-12  # what costs nothing
-    return PreemptionCosts(1 / max(costs.per_swapped_block, tiny), 1 / max(costs.per_prefill_token, tiny))
+    return PreemptionCosts(1 / max(costs.swapping(1, block_size), tiny), 1 / max(costs.per_prefill_token, tiny))
 
 
 def replay(

@@ -62,6 +62,13 @@ def command(
     rate: Annotated[float, typer.Option("--rate", help="Requests a second that arrive; inf is all at once.")] = 1.0,
     requests: Annotated[int, typer.Option("--requests", metavar="N", help="Requests of a synthetic trace.")] = 500,
     n: Annotated[int, typer.Option("--n", help="Samples of each request of a synthetic trace.")] = 1,
+    prefix: Annotated[
+        int,
+        typer.Option("--prefix", metavar="N", help="Tokens that all prompts of a synthetic trace begin with, more."),
+    ] = 0,
+    prefix_cache: Annotated[
+        bool, typer.Option("--prefix-cache", help="Keep prefixes for others, where the policy goes with that: default.")
+    ] = _SETUP.prefix_cache,
     seed: Annotated[int, typer.Option("--seed", help="Seed of a synthetic trace.")] = 0,
     kv_blocks: Annotated[
         int, typer.Option("--kv-blocks", metavar="N", help="Blocks of the KV cache.")
@@ -88,11 +95,17 @@ def command(
     step_kv_token: Annotated[
         float, typer.Option("--step-kv-token", help="Seconds for each token of context.")
     ] = _COSTS.per_kv_token,
+    step_kv_block: Annotated[
+        float, typer.Option("--step-kv-block", help="Seconds for each block of context.")
+    ] = _COSTS.per_kv_block,
     step_prefill_token: Annotated[
         float, typer.Option("--step-prefill-token", help="Seconds for each token of a prompt.")
     ] = _COSTS.per_prefill_token,
+    step_swapped_token: Annotated[
+        float, typer.Option("--step-swapped-token", help="Seconds for each token of a block that is swapped.")
+    ] = _COSTS.per_swapped_token,
     step_swapped_block: Annotated[
-        float, typer.Option("--step-swapped-block", help="Seconds for each block that is swapped.")
+        float, typer.Option("--step-swapped-block", help="Seconds for each block that is swapped, beside its tokens.")
     ] = _COSTS.per_swapped_block,
     warmup: Annotated[float, typer.Option("--warmup", metavar="SECONDS", help="Leave out of averages.")] = 0.0,
     seconds: Annotated[
@@ -111,15 +124,17 @@ def command(
 ) -> None:
     """Run the very scheduler and memory policies of the engine in virtual time, without a model.
 
-    A step takes base + seq * sequences + kv-token * context + prefill-token * prompt tokens (+ swapped blocks). The
-    defaults are guesses at OPT-13B on one A100-40GB, whose 15,728 KV slots are the default pool.
+    A step takes base + seq * sequences + kv-token * context + kv-block * its blocks + prefill-token * prompt tokens (+
+    what is swapped). The defaults are guesses at OPT-13B on one A100-40GB, whose 15,728 KV slots are the default pool.
     """
     if (trace is None) == (replay is None):
         raise ConfigError("name one thing to run: --trace T, or --replay LOG")
     several = len(policy or ()) > 1 or len(memory_policy or ()) > 1
     if several and (record or emit_workload):
         raise ConfigError("--record and --emit-workload are about one run; name one --policy and one --memory-policy")
-    costs = StepCosts(step_base, step_seq, step_kv_token, step_prefill_token, step_swapped_block)
+    costs = StepCosts(
+        step_base, step_seq, step_kv_token, step_kv_block, step_prefill_token, step_swapped_token, step_swapped_block
+    )
     job = Job(costs, warmup, math.inf if seconds is None else seconds, record, emit_workload, phase)
     if replay is not None:
         repeated, setup, rows = job.repeat(replay)
@@ -137,9 +152,18 @@ def command(
                 "max_model_len": max_model_len,
                 "max_num_seqs": max_num_seqs,
                 "max_num_batched_tokens": max_num_batched_tokens,
+                "prefix_cache": prefix_cache,
             }
         )
-        rows = _trace(trace or "", rate=rate, num_requests=requests, seed=seed, max_model_len=max_model_len, n=n)
+        rows = _trace(
+            trace or "",
+            rate=rate,
+            num_requests=requests,
+            seed=seed,
+            max_model_len=max_model_len,
+            n=n,
+            prefix=prefix,
+        )
         policies, memories = policy or [_SETUP.policy], memory_policy or [_SETUP.memory_policy]
     setups = [dataclasses.replace(setup, policy=p, memory_policy=m) for p in policies for m in memories]
     runs = [(each, job.run(rows, each)) for each in setups]
@@ -210,12 +234,12 @@ class Job:
         return sampler, lambda: sampler.write(path, Phase(self.phase))
 
 
-def _trace(name: str, *, rate: float, num_requests: int, seed: int, max_model_len: int, n: int) -> list[TraceRow]:
+def _trace(name: str, **options: Any) -> list[TraceRow]:
     from pagegen.runtime.simulation.traces import read_trace, synthesize
 
     if Path(name).is_file() or name.endswith((".jsonl", ".json")):
         return read_trace(Path(name))
-    return synthesize(name, rate=rate, num_requests=num_requests, seed=seed, max_model_len=max_model_len, n=n)
+    return synthesize(name, **options)
 
 
 def _report(json: bool, title: str, job: Job, runs: list[tuple[Setup, Figures]]) -> None:

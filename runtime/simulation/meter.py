@@ -38,7 +38,8 @@ class Figures:
     reserved, internal, external and free, a request at the head of the queue making free runs that are too short for it
     external; `token_share` is that of tokens in the blocks that are not free, as far as they are anyone's. `saved_share`
     is the blocks saved by sharing as a share of those that would be needed without. `normalized_latency` is seconds from
-    arrival to the end, per output token. `requests_per_second` counts what ended in the window. `scheduling_seconds` is
+    arrival to the end, per output token. `requests_per_second` counts what ended in the window,
+    `output_tokens_per_second` what was sampled in it. `scheduling_seconds` is
     this machine's CPU time in `schedule` and `update`, a step.
     """
 
@@ -93,11 +94,14 @@ class Meter:
     def step(self, batch: ScheduledBatch) -> None:
         """The batch is planned, and is computed from now on; before the scheduler is told of its tokens."""
         began = self.now
-        self.now += self._costs.seconds(batch)
+        self.now += self._costs.seconds(batch, self._scheduler.memory.block_size)
         self._num_steps += 1
         self._most_sequences = max(self._most_sequences, len(batch.rows))
-        for sequence, start, num_tokens in batch.rows:
+        inside = self._warmup <= self.now <= self._horizon
+        for row in batch.rows:
+            sequence, start, num_tokens = row
             self._num_computed += num_tokens
+            self._num_output_inside += row.num_samples * inside
             prompt_len = sequence.group.prompt_len
             if start + num_tokens == prompt_len == len(sequence.token_ids):
                 request_id = sequence.group.request_id
@@ -112,7 +116,6 @@ class Meter:
         inside = self._warmup <= self.now <= self._horizon
         for sequence in sequences:
             group, num_output = sequence.group, len(sequence.token_ids) - sequence.group.prompt_len
-            self._num_output_inside += num_output * inside
             if group.status is not GroupStatus.FINISHED or group.request_id not in self._arrivals:
                 continue
             arrival = self._arrivals.pop(group.request_id)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from pagegen.errors import ConfigError
@@ -98,3 +99,16 @@ class Setup:
         if way not in set(Preemption):
             raise ConfigError(f"preemption={way!r} is not known; allowed: {', '.join(Preemption)}")
         return cls(**{**values, "preemption": Preemption(way)})
+
+
+NUM_SLOTS = 15_728  # of the vLLM paper's OPT-13B: 12 GiB of 800 KiB each
+
+# Its systems. Orca as section 6.1 models it reserves slots, not blocks: its pool is one of blocks of a single token.
+SYSTEMS: Mapping[str, Setup] = MappingProxyType(
+    {
+        "Orca (Max)": Setup("orca", "orca-max", num_blocks=NUM_SLOTS, block_size=1),
+        "Orca (Pow2)": Setup("orca", "orca-pow2", num_blocks=NUM_SLOTS, block_size=1),
+        "Orca (Oracle)": Setup("orca", "orca-oracle", num_blocks=NUM_SLOTS, block_size=1),
+        "vLLM": Setup("vllm-paper", "paged"),
+    }
+)

@@ -23,7 +23,8 @@ MAX_TOKENS = 1 << 24  # of a prompt or an output: the simulator holds a prompt's
 @dataclasses.dataclass(frozen=True, slots=True)
 class TraceRow:
     """A request: it arrives after `arrival` seconds with `input` prompt tokens, and each of its `n` samples will have
-    `output` tokens. It may ask for `max_tokens`, None being all that the model has room for.
+    `output` tokens. It may ask for `max_tokens`, None being all that the model has room for. The first `prefix` tokens of
+    the prompt are those of every other request too.
     """
 
     arrival: float
@@ -31,6 +32,7 @@ class TraceRow:
     output: int
     max_tokens: int | None = None
     n: int = 1
+    prefix: int = 0
 
     def __post_init__(self) -> None:
         for name in ("input", "output", "n"):
@@ -40,6 +42,9 @@ class TraceRow:
         arrival, cap = self.arrival, self.max_tokens
         if isinstance(arrival, bool) or not isinstance(arrival, int | float) or not 0 <= arrival < math.inf:
             raise ConfigError(f"trace: arrival={arrival!r} is not a number of seconds from 0 on")
+        prefix = self.prefix
+        if isinstance(prefix, bool) or not isinstance(prefix, int) or not 0 <= prefix < self.input:
+            raise ConfigError(f"trace: prefix={prefix!r} is no whole number from 0 to below input={self.input}")
         if cap is not None and (isinstance(cap, bool) or not isinstance(cap, int) or cap < self.output):
             raise ConfigError(f"trace: max_tokens={cap!r} is no whole number from output={self.output} on")
 
@@ -70,6 +75,11 @@ def _both(
     return lambda rng: (num_input(rng), num_output(rng))
 
 
+def _mean_of(mean: float, sigma: float) -> Callable[[random.Random], int]:
+    """Log-normal by its mean."""
+    return _log_normal(mean / math.exp(sigma * sigma / 2), sigma)
+
+
 # Only means are printed (section 6.1 of the vLLM paper): input 161.31 and output 337.99 for ShareGPT, 19.31 and 58.45
 # for Alpaca. These have them once totals above 2048 are drawn again. Their shapes are guesses: docs/papers.md says what
 # hangs on them.
@@ -82,6 +92,12 @@ LENGTHS: Mapping[str, Lengths] = MappingProxyType(
             "instructions: input 19, output 58 tokens on average",
             _both(_log_normal(17.45, 0.45), _log_normal(40.8, 0.85)),
         ),
+        # Section 6.4: the prefixes of one and of five examples have 80 and 341 tokens, so an example has 65. News
+        # sentences have about as many words in both languages, and a German one of them 1.4 times the tokens: 27 and 38.
+        "wmt16": Lengths(
+            "translation: input 27, output 38 tokens on average, with --prefix",
+            _both(_mean_of(27, 0.5), _mean_of(38, 0.5)),
+        ),
         "orca": Lengths(
             "input uniform in 32..512, output in 1..128, all of it asked for",
             lambda rng: (rng.randint(32, 512), rng.randint(1, 128)),
@@ -92,11 +108,19 @@ LENGTHS: Mapping[str, Lengths] = MappingProxyType(
 
 
 def synthesize(
-    name: str, *, rate: float, num_requests: int, seed: int = 0, max_model_len: int = 2048, n: int = 1
+    name: str,
+    *,
+    rate: float,
+    num_requests: int,
+    seed: int = 0,
+    max_model_len: int = 2048,
+    n: int = 1,
+    prefix: int = 0,
 ) -> list[TraceRow]:
     """Poisson arrivals of `rate` requests a second (inf: all at once) with lengths of LENGTHS or `fixed:INxOUT`.
 
-    Prompt and output are at most `max_model_len` together, so no request is refused for its length. Raises ConfigError.
+    All prompts have the same `prefix` tokens before those drawn. Prompt and output are at most `max_model_len` together,
+    so no request is refused for its length. Raises ConfigError.
     """
     if not rate > 0 or num_requests < 1:
         raise ConfigError(f"a trace of {num_requests} requests at rate {rate} is empty; both must be positive")
@@ -104,8 +128,9 @@ def synthesize(
     rows, arrival = list[TraceRow](), 0.0
     for _ in range(num_requests):
         arrival += rng.expovariate(rate) if rate < math.inf else 0.0
-        num_input, num_output = _draw(lengths, rng, max_model_len)
-        rows.append(TraceRow(arrival, num_input, num_output, num_output if lengths.bounded else None, n))
+        num_input, num_output = _draw(lengths, rng, max_model_len - prefix)
+        most = num_output if lengths.bounded else None
+        rows.append(TraceRow(arrival, prefix + num_input, num_output, most, n, prefix))
     return rows
 
 
@@ -130,7 +155,7 @@ def _draw(lengths: Lengths, rng: random.Random, max_model_len: int) -> tuple[int
 
 
 def read_trace(path: Path) -> list[TraceRow]:
-    """Lines of JSON objects with arrival (seconds), input, output and, if wanted, max_tokens and n; by arrival.
+    """Lines of JSON objects with arrival (seconds), input, output and, if wanted, max_tokens, n and prefix; by arrival.
 
     Raises ConfigError naming the line.
     """

@@ -38,6 +38,7 @@ ALLOWED_PLACES = {
     "jinja2": {"render.py", "package.py", "tuning/report.py", "runtime/tokenizer.py"},
     "optuna": {"tuning/search.py", "tuning/storage.py"},
     "triton": {"build/triton.py"},
+    "matplotlib": {"runtime/simulation/plot.py"},
 }
 
 

@@ -24,11 +24,12 @@ from pagegen.space import Config
 from pagegen.spec import KernelSpec, Op, Phase, parse_slug
 from pagegen.target import Target, parse_target, require_present
 from pagegen.tuning.contest import Row, noise, overall, rows_of, typical
-from pagegen.tuning.evaluate import Evaluator, preset
+from pagegen.tuning.evaluate import Evaluator
 from pagegen.tuning.measure import Interval
 from pagegen.tuning.report import write_report
 from pagegen.tuning.search import BucketStudy, Progress, search, share_trials
 from pagegen.tuning.storage import export_jsonl, open_storage
+from pagegen.tuning.workloads import Selection, select
 
 FINALISTS = 3
 FINAL_SECONDS = 0.3  # a batch, all finalists together
@@ -78,6 +79,7 @@ def tune(
     *,
     target: str = "auto",
     phase: Phase | None = None,
+    workload: Path | str | None = None,
     trials: int = 40,
     budget: float | None = None,
     storage: str | None = None,
@@ -88,9 +90,10 @@ def tune(
 ) -> TuneResult:
     """Tunes `attend` for a spec (or slug) on this machine and installs the package for `generate`, `chat` and `serve`.
 
-    `trials` counts configs evaluated over all buckets (all phases, or `phase` alone) and over all runs of the study: an
-    interrupted run is continued. No trial begins after `budget` seconds. Results go to `out`/<target>/<spec>, `out`
-    being `results` by default. Raises ConfigError, SpecError, BuildError or CheckError for what stands in the way.
+    `workload` names a preset, or a file of batches; the phases that it has are tuned, or `phase` alone. `trials` counts
+    configs evaluated over all of them and over all runs of the study: an interrupted run is continued. No trial begins
+    after `budget` seconds. Results go to `out`/<target>/<spec>, `out` being `results` by default, and of a workload to a
+    folder of its name in there. Raises ConfigError, SpecError, BuildError or CheckError for what stands in the way.
     """
     if isinstance(spec, str):
         spec, named = parse_slug(spec)
@@ -101,10 +104,12 @@ def tune(
         raise ConfigError(f"--budget {budget} is not a positive number of seconds")
     where = parse_target(target)
     require_present(where)
-    phases = [phase] if phase else list(Phase)
+    selection = select(None if workload is None else str(workload), spec)
+    if phase:
+        selection = selection.only(phase)
+    workloads, phases = selection.workloads, list(selection.workloads)
     shares = share_trials(trials, [each.value for each in phases])
-    folder = _results_folder(out, where, spec)
-    workloads = {each: preset(each, spec) for each in phases}
+    folder = _results_folder(out, where, spec, selection)
     with Evaluator(spec, where, workloads) as evaluator:
         with _studies(evaluator, folder, storage, study or spec.slug, shares, seed) as studies:
             evaluate = {each.value: functools.partial(evaluator.evaluate, each) for each in phases}
@@ -125,7 +130,8 @@ def tune(
         "spec": spec.to_dict(),
         "target": where.name,
         "environment": evaluator.environment,
-        "workloads": {each.value: workload.to_dict() for each, workload in workloads.items()},
+        "workload": selection.to_dict(),
+        "workloads": {each.value: batches.to_dict() for each, batches in workloads.items()},
         "studies": names,
         "seed": seed,
         "trials": tried,
@@ -142,8 +148,10 @@ def tune(
     return TuneResult(package, installed, report, winners, rows, document)
 
 
-def _results_folder(out: Path | str | None, target: Target, spec: KernelSpec) -> Path:
+def _results_folder(out: Path | str | None, target: Target, spec: KernelSpec, selection: Selection) -> Path:
     folder = Path(out or "results") / target.slug / spec.slug
+    if selection.name != "default":
+        folder /= selection.name
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -241,7 +249,7 @@ def _write_package(
     for op in (Op.WRITE_KV, Op.COPY_BLOCKS):
         kernels[op.value] = _packaged(op, spec, target, None)
         dispatch[op] = DispatchTable((), fallback=op.value)
-    evidence = {key: document[key] for key in ("studies", "trials", "counts", "winner")}
+    evidence = {key: document[key] for key in ("workload", "studies", "trials", "counts", "winner")}
     evidence["contest"] = [
         {
             **{key: row[key] for key in ("phase", "point", "name")},

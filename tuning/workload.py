@@ -26,7 +26,8 @@ WORKLOAD_FORMAT = 1
 UNKNOWN_CACHE = 128 << 20  # bytes of a last-level cache that nobody tells us
 MAX_COPIES = 1 << 15  # of a batch; a measurement makes fewer calls, so that none comes round again in it
 COLD_SHARE = 8  # of the memory that is free, copies of a batch take at most one in so many parts
-_GROUP = re.compile(r"(\d+)x(\d+)@(\d+)")
+MAX_SEQS = 1 << 16  # of a batch
+_GROUP = re.compile(r"(\d{1,9})x(\d{1,9})@(\d{1,9})", re.ASCII)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,6 +52,8 @@ class Point:
         counts = [tuple(map(int, match.groups())) for match in groups if match]
         if len(counts) != len(groups):
             raise ConfigError(f"point {name!r} is not SEQSxQUERY@CONTEXT, joined by +; write for example 8x1@2048")
+        if sum(seqs for seqs, _, _ in counts) > MAX_SEQS:
+            raise ConfigError(f"point {name!r} has more than {MAX_SEQS} sequences; write a smaller batch")
         flat = [(query, context) for seqs, query, context in counts for _ in range(seqs)]
         return cls(tuple(q for q, _ in flat), tuple(c for _, c in flat), weight)
 

@@ -59,7 +59,7 @@ def command(
             for name, each in found.items()
         ]
         print_json({"figures": documents} if figure == "all" else documents[0])
-    elif any(each.modelled for each in found.values()):
+    elif any(each.varied for each in found.values()):
         note("modelled: constants of the step time are guesses; ok says whether the paper's ordering holds at +-25 %")
     if not all(row.ok for each in rows.values() for row in each):
         raise typer.Exit(NO)
@@ -68,6 +68,9 @@ def command(
 def _print(figure: Figure, rows: list[Row]) -> None:
     columns = ("", "ours", "unit", "paper", "band", "seeds", "kind", "constants +-25 %", "in band", "ok")
     print_table(figure.title, columns, [_cells(row) for row in rows])
+    for row in rows:
+        if row.note:
+            typer.echo(f"{row.what}: {row.note}")
     typer.echo()
 
 

@@ -117,9 +117,16 @@ def command(
     ] = None,
     emit_workload: Annotated[
         Path | None,
-        typer.Option("--emit-workload", metavar="FILE", help="Write the batches of --phase as a tuning workload."),
+        typer.Option("--emit-workload", metavar="FILE", help="Write its batches as a workload for `pagegen tune`."),
     ] = None,
-    phase: Annotated[str, typer.Option("--phase", help="decode, prefill or mixed, for --emit-workload.")] = "decode",
+    phase: Annotated[
+        str | None,
+        typer.Option(
+            "--phase",
+            help="decode, prefill or mixed: only these for --emit-workload; default: all.",
+            show_default=False,
+        ),
+    ] = None,
     json: JsonOption = False,
 ) -> None:
     """Run the very scheduler and memory policies of the engine in virtual time, without a model.
@@ -179,7 +186,7 @@ class Job:
     horizon: float
     record: Path | None
     emit_workload: Path | None
-    phase: str
+    phase: str | None
 
     def __post_init__(self) -> None:
         if not 0 <= self.warmup < math.inf:
@@ -226,12 +233,12 @@ class Job:
         from pagegen.runtime.simulation.batches import BatchSampler
         from pagegen.spec import Phase
 
-        if self.phase not in set(Phase):
+        if self.phase is not None and self.phase not in set(Phase):
             raise ConfigError(f"--phase {self.phase} is not known; allowed: {', '.join(Phase)}")
         if self.emit_workload is None:
             return None, lambda: None
-        sampler, path = BatchSampler(), self.emit_workload
-        return sampler, lambda: sampler.write(path, Phase(self.phase))
+        sampler, path, phase = BatchSampler(), self.emit_workload, Phase(self.phase) if self.phase else None
+        return sampler, lambda: sampler.write(path, phase)
 
 
 def _trace(name: str, **options: Any) -> list[TraceRow]:

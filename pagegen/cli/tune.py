@@ -36,6 +36,16 @@ def command(
     spec: SpecArgument = None,
     model: ModelOption = None,
     target: TargetOption = "auto",
+    workload: Annotated[
+        str | None,
+        typer.Option(
+            "--workload",
+            metavar="NAME|FILE",
+            help="Batches to tune for: chat, code, long-context, batch-offline, speculative, or a file as `pagegen simulate "
+            "--emit-workload` writes it; default: some of everything.",
+            show_default=False,
+        ),
+    ] = None,
     trials: Annotated[
         int, typer.Option("--trials", metavar="N", help="Configs to evaluate in all, earlier runs included.")
     ] = 40,
@@ -64,7 +74,8 @@ def command(
     """Find the fastest correct config for this machine and package it.
 
     Every candidate passes the correctness gate before it is timed. A run that was interrupted or killed is continued by
-    the same command. Without a phase in SPEC, decode, prefill and mixed batches are tuned apart.
+    the same command. Without a phase in SPEC, decode, prefill and mixed batches are tuned apart, those of them that the
+    workload has. Trials on other batches are another study: they never mix.
     """
     from pagegen.tuning.job import tune
 
@@ -83,6 +94,7 @@ def command(
                 found,
                 target=target,
                 phase=phase,
+                workload=workload,
                 trials=trials,
                 budget=budget,
                 storage=storage,
@@ -113,6 +125,8 @@ def show(result: TuneResult) -> None:
     print_table(
         "time of default and torch over the winner's; a batch is SEQUENCESxQUERIES@CONTEXT", *table(result.rows)
     )
+    workload = result.document["workload"]
+    note(f"workload: {workload['name']}, {workload['timed']} of its {workload['points']} batches")
     trials, counts = result.document["trials"], result.document["counts"]
     note(f"trials: {', '.join(f'{count} {name}' for name, count in trials.items())}; " + _statuses(counts))
     if result.document["noise"] > NOISY:

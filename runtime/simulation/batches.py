@@ -11,11 +11,12 @@ from typing import Any
 import yaml
 
 from pagegen.errors import ConfigError
+from pagegen.records import phase_of
 from pagegen.runtime.scheduler import ScheduledBatch
 from pagegen.spec import Phase
 
-WORKLOAD_FORMAT = 1  # of tuning/workload.py, which the two meet in on disk
-MAX_POINTS = 12
+WORKLOAD_FORMAT = 1  # of tuning/workloads.py, which the two meet in on disk
+MAX_POINTS = 12  # of a phase
 MAX_RUNS = 8  # of equal sequences in a point
 
 Shape = list[tuple[int, int]]  # (query, context) of each sequence
@@ -36,25 +37,29 @@ class BatchSampler:
         rows = batch.rows
         queries = sum([row.num_tokens for row in rows])
         contexts = sum([row.start + row.num_tokens for row in rows])
-        alone = [row.num_tokens == 1 for row in rows]
-        phase = Phase.DECODE if all(alone) else Phase.MIXED if any(alone) else Phase.PREFILL
+        phase = phase_of(queries, len(rows), max([row.num_tokens for row in rows]))  # as a package dispatches it
         kind = (len(rows).bit_length(), (queries // len(rows)).bit_length(), (contexts // len(rows)).bit_length())
         self._counts[phase][kind] += 1
         if self._rng.random() * self._counts[phase][kind] < 1:  # each of them is kept with the same chance
             self._drawn[phase, kind] = [(row.num_tokens, row.start + row.num_tokens) for row in rows]
 
-    def workload(self, phase: Phase) -> dict[str, Any]:
-        """The commonest kinds, weighted by how many iterations they were. Raises ConfigError if there were none."""
-        counts = self._counts[phase]
-        if not counts:
-            seen = ", ".join(other for other in Phase if self._counts[other])
-            raise ConfigError(f"the run has no {phase} iteration; it has {seen or 'none at all'}")
-        points = Counter[str]()
-        for kind, count in counts.most_common(MAX_POINTS):
-            points[point_name(self._drawn[phase, kind])] += count
-        return {"format": WORKLOAD_FORMAT, "phase": phase.value, "points": dict(points)}
+    def workload(self, phase: Phase | None = None) -> dict[str, Any]:
+        """The commonest kinds of a phase, or of each, weighted by how many iterations they were.
 
-    def write(self, path: Path, phase: Phase) -> None:
+        Raises ConfigError if there were none.
+        """
+        phases = [each for each in ([phase] if phase else Phase) if self._counts[each]]
+        if not phases:
+            seen = ", ".join(other for other in Phase if self._counts[other])
+            raise ConfigError(f"the run has no {phase or 'single'} iteration; it has {seen or 'none at all'}")
+        points = Counter[str]()
+        for each in phases:
+            for kind, count in self._counts[each].most_common(MAX_POINTS):
+                points[point_name(self._drawn[each, kind])] += count
+        named = {"phase": phase.value} if phase else {}
+        return {"format": WORKLOAD_FORMAT, **named, "points": dict(points)}
+
+    def write(self, path: Path, phase: Phase | None = None) -> None:
         """Writes the workload as YAML. Raises ConfigError."""
         text = yaml.safe_dump(self.workload(phase), sort_keys=False, width=10_000)
         head = "# Batches of a simulated or repeated run: SEQSxQUERY@CONTEXT, and how often there were such.\n"

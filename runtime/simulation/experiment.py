@@ -20,7 +20,6 @@ from pagegen.runtime.simulation.traces import synthesize
 
 SEEDS = (0, 1, 2)
 VARIATION = 0.25  # of each constant, up and down
-VARIED_LENGTH = 0.25  # of the traces in runs that vary a constant: there are many of them
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,7 +73,8 @@ class Row:
 
     A `reproduced` row hangs on lengths and allocators alone, and is `ok` in the band. A `modelled` one hangs on the step
     time too, and is `ok` where the paper's ordering holds for every seed and whichever constant is a quarter off;
-    `varied` is the range that it then has, `decisive` the constant that moves it most.
+    `varied` is the range that it then has, `decisive` the constant that moves it most. `note` says why a row is out that
+    is known to be.
     """
 
     what: str
@@ -88,6 +88,7 @@ class Row:
     seeds: tuple[float, ...]
     varied: tuple[float, float] | None = None
     decisive: str | None = None
+    note: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -109,12 +110,15 @@ class Results:
         band: tuple[float, float],
         unit: str,
         holds: Ordering | None = None,
+        *,
+        note: str = "",
     ) -> Row:
         """A reproduced row, or with an ordering a modelled one. Raises ConfigError if a value is a ratio to nothing."""
         try:
-            return self._row(what, value, paper, band, unit, holds)
+            row = self._row(what, value, paper, band, unit, holds)
         except ZeroDivisionError:
             raise ConfigError(f"{what}: nothing ended in so short a trace; raise --scale") from None
+        return row if row.ok and row.in_band else dataclasses.replace(row, note=note)
 
     def _row(
         self,
@@ -175,10 +179,11 @@ def experiment(
     cases: Mapping[str, Case],
     *,
     scale: float = 1.0,
-    vary: bool = False,
+    varied_scale: float = 0.0,
     watch: Callable[[int, int], None] | None = None,
 ) -> Results:
-    """Runs all cases for all seeds, and with `vary` the first seed's again for every constant that a case depends on.
+    """Runs all cases for all seeds; and for the first one at `varied_scale`, unless that is 0, with every constant that a
+    case depends on up and down.
 
     In processes, one a core; `watch` is told how many runs are done, of how many.
     """
@@ -186,13 +191,13 @@ def experiment(
     swaps = any(setup.num_host_blocks for _, setup in cases.values())
     varied = [(name, off) for name, off in costs.varied(VARIATION) if swaps or "swapped" not in name]
     plans = [(seed, scale, costs) for seed in SEEDS]
-    if vary:
-        plans += [(SEEDS[0], scale * VARIED_LENGTH, off) for off in (costs, *(off for _, off in varied))]
+    if varied_scale:
+        plans += [(SEEDS[0], varied_scale, off) for off in (costs, *(off for _, off in varied))]
     runs = [_Run(case, load, setup, *plan) for plan in plans for case, (load, setup) in cases.items()]
     figures = iter(_in_processes(runs, watch))
     outcomes = [Outcome(plan[-1], {case: next(figures) for case in cases}) for plan in plans]
     seeds, others = outcomes[: len(SEEDS)], outcomes[len(SEEDS) :]
-    if not vary:
+    if not others:
         return Results(seeds)
     return Results(seeds, others[0], list(zip([name for name, _ in varied], others[1:], strict=True)))
 

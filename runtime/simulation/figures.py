@@ -156,16 +156,18 @@ def equal_lengths(results: Results) -> Iterator[Row]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Figure:
-    """An experiment, and what is read off it. `modelled` if some of its rows hang on the step time."""
+    """An experiment, and what is read off it. Where rows hang on the step time, `varied` is the length of the runs that
+    vary its constants, as a share of the others' (there are many of them); else 0.
+    """
 
     title: str
     cases: Mapping[str, Case]
     read: Callable[[Results], Iterator[Row]]
-    modelled: bool = False
+    varied: float = 0.0
 
     def rows(self, scale: float = 1.0, watch: Callable[[int, int], None] | None = None) -> list[Row]:
         """Runs it; `watch` is told how many runs are done, of how many."""
-        return list(self.read(experiment(self.cases, scale=scale, vary=self.modelled, watch=watch)))
+        return list(self.read(experiment(self.cases, scale=scale, varied_scale=scale * self.varied, watch=watch)))
 
 
 FIGURES: Mapping[str, Figure] = MappingProxyType(
@@ -175,19 +177,19 @@ FIGURES: Mapping[str, Figure] = MappingProxyType(
             {system: (CHAT, setup) for system, setup in SYSTEMS.items()},
             memory_split,
         ),
-        "fig12": Figure("vLLM, figure 12a: sustained request rates", RATES, capacity, True),
-        "fig13": Figure("vLLM, figure 13: batched requests", BATCHED, batched_requests, True),
+        "fig12": Figure("vLLM, figure 12a: sustained request rates", RATES, capacity, 0.25),
+        "fig13": Figure("vLLM, figure 13: batched requests", BATCHED, batched_requests, 0.25),
         "fig15": Figure("vLLM, figure 15a: blocks saved by sharing", SAMPLES, sharing),
         "fig16": Figure(
-            "vLLM, figure 16: a prefix that all share", hardware_figures.PREFIXES, hardware_figures.shared_prefix, True
+            "vLLM, figure 16: a prefix that all share", hardware_figures.PREFIXES, hardware_figures.shared_prefix, 0.25
         ),
         "fig18": Figure(
-            "vLLM, figure 18: the size of a block", hardware_figures.BLOCK_SIZES, hardware_figures.block_size, True
+            "vLLM, figure 18: the size of a block", hardware_figures.BLOCK_SIZES, hardware_figures.block_size, 0.5
         ),
         "fig19": Figure(
-            "vLLM, figure 19: swapping and recomputing", hardware_figures.WAYS_BACK, hardware_figures.way_back, True
+            "vLLM, figure 19: swapping and recomputing", hardware_figures.WAYS_BACK, hardware_figures.way_back, 0.5
         ),
-        "orca": Figure("Orca: equal lengths take the gain away", ITERATIONS, equal_lengths, True),
+        "orca": Figure("Orca: equal lengths take the gain away", ITERATIONS, equal_lengths, 0.25),
     }
 )
 

@@ -98,6 +98,13 @@ LENGTHS: Mapping[str, Lengths] = MappingProxyType(
             "translation: input 27, output 38 tokens on average, with --prefix",
             _both(_mean_of(27, 0.5), _mean_of(38, 0.5)),
         ),
+        # The coding trace of Patel et al. 2023 (Splitwise, https://arxiv.org/abs/2311.18677): median prompt 1500, output 13.
+        "code": Lengths(
+            "code completion: long prompts, short outputs", _both(_log_normal(1500, 0.8), _log_normal(13, 0.8))
+        ),
+        "documents": Lengths(
+            "long documents: input 6000, output 200 tokens", _both(_mean_of(6000, 0.4), _mean_of(200, 0.6))
+        ),
         "orca": Lengths(
             "input uniform in 32..512, output in 1..128, all of it asked for",
             lambda rng: (rng.randint(32, 512), rng.randint(1, 128)),

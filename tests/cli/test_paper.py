@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.cli.helpers import run
 
 
-def test_a_figure_carries_rows_and_its_exit_status_says_whether_all_bars_are_met() -> None:
-    result = run("paper", "orca", "--scale", "0.05", "--json")
+def test_a_figure_carries_rows_and_its_exit_status_says_whether_all_bars_are_met(tmp_path: Path) -> None:
+    result = run("paper", "orca", "--scale", "0.1", "--json", "--plots", str(tmp_path))
     rows = result.document["rows"]
     assert {"what", "ours", "paper", "band", "ok", "kind", "seeds"} <= rows[0].keys()
     assert all(len(row["seeds"]) == 3 for row in rows)
     assert result.status == (0 if all(row["ok"] for row in rows) else 1)
     assert rows[0]["ours"] > rows[1]["ours"] == pytest.approx(1, abs=0.2)
+    assert all(row["varied"][0] <= row["ours"] <= row["varied"][1] for row in rows)
+    assert (tmp_path / "orca.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("words", [("fig3",), ("fig2", "--scale", "0"), ()])

@@ -19,7 +19,7 @@ from pagegen.package import load_package
 from pagegen.records import DispatchTable, Evaluation
 from pagegen.spec import KernelSpec, Op, Phase
 from pagegen.target import best_cpu
-from pagegen.tuning import job
+from pagegen.tuning import job, workloads
 from pagegen.tuning.measure import Interval, Measurement
 from pagegen.tuning.workload import Point, Workload
 
@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """One small batch a phase, short rounds, nothing put into the user's package cache."""
     names = {Phase.DECODE: "2x1@37", Phase.PREFILL: "1x7@19", Phase.MIXED: "2x1@37+1x7@19"}
-    monkeypatch.setattr(job, "preset", lambda phase, spec: Workload(phase, (Point.parse(names[phase]),)))
+    monkeypatch.setattr(workloads, "preset", lambda phase, spec: Workload(phase, (Point.parse(names[phase]),)))
     monkeypatch.setattr(job, "FINAL_SECONDS", 0.02)
     monkeypatch.setattr(job, "CONTEST_SECONDS", 0.02)
     monkeypatch.setattr(job, "install_package", lambda path: path)

@@ -117,7 +117,11 @@ def read_workloads(path: Path) -> dict[Phase, Workload]:
         raise ConfigError(f"workload {path}, line {line}: {error.problem or 'it is not YAML'}") from None
     except (ValueError, RecursionError, yaml.YAMLError) as error:  # ValueError: an impossible date or number
         raise ConfigError(f"workload {path} is not YAML: {str(error).splitlines()[0]}") from None
-    if not isinstance(values, dict) or values.get("format") != WORKLOAD_FORMAT:
+    if (
+        not isinstance(values, dict)
+        or not isinstance(root, yaml.MappingNode)
+        or values.get("format") != WORKLOAD_FORMAT
+    ):
         found = values.get("format") if isinstance(values, dict) else None
         raise ConfigError(f"workload {path}: format {found!r} is not known; allowed: {WORKLOAD_FORMAT}")
     if unknown := [name for name in values if name not in FIELDS]:

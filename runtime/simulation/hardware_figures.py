@@ -8,8 +8,9 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping
 
+from pagegen.runtime.scheduler import Preemption
 from pagegen.runtime.simulation.experiment import Case, Load, Outcome, Results, Row
-from pagegen.runtime.simulation.setup import NUM_SLOTS, SYSTEMS, Preemption, Setup
+from pagegen.runtime.simulation.setup import NUM_SLOTS, SYSTEMS, Setup
 
 # --- figure 16 -------------------------------------------------------------------------------------------------------
 

@@ -30,7 +30,17 @@ def command(
         typer.Option(
             "--trace",
             metavar="T",
-            help="sharegpt, alpaca, orca, fixed:INxOUT, or a file of JSON lines with arrival, input and output.",
+            help="sharegpt, alpaca, wmt16, code, documents, orca, fixed:INxOUT; a file of JSON lines with input, output "
+            "and arrival, or none and --rate; or a JSON file of conversations as ShareGPT has them, and --model.",
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            metavar="MODEL",
+            help="Whose tokenizer counts the texts of a trace of conversations.",
+            show_default=False,
         ),
     ] = None,
     replay: Annotated[
@@ -164,6 +174,7 @@ def command(
         )
         rows = _trace(
             trace or "",
+            model,
             rate=rate,
             num_requests=requests,
             seed=seed,
@@ -241,12 +252,22 @@ class Job:
         return sampler, lambda: sampler.write(path, phase)
 
 
-def _trace(name: str, **options: Any) -> list[TraceRow]:
+def _trace(name: str, model: str | None, **options: Any) -> list[TraceRow]:
     from pagegen.runtime.simulation.traces import read_trace, synthesize
 
     if Path(name).is_file() or name.endswith((".jsonl", ".json")):
-        return read_trace(Path(name))
+        return read_trace(Path(name), rate=options["rate"], seed=options["seed"], count=_counter(model))
     return synthesize(name, **options)
+
+
+def _counter(model: str | None) -> Callable[[str], int] | None:
+    """Counts tokens with a model's tokenizer."""
+    if model is None:
+        return None
+    from pagegen.runtime.weights.resolve import resolve_model
+
+    tokenizer = resolve_model(model).tokenizer()
+    return lambda text: len(tokenizer.encode(text))
 
 
 def _report(json: bool, title: str, job: Job, runs: list[tuple[Setup, Figures]]) -> None:

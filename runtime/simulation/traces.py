@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from pagegen.errors import ConfigError
 
@@ -161,29 +162,69 @@ def _draw(lengths: Lengths, rng: random.Random, max_model_len: int) -> tuple[int
     raise ConfigError(f"hardly any request of this trace fits max_model_len={max_model_len}; raise max_model_len")
 
 
-def read_trace(path: Path) -> list[TraceRow]:
-    """Lines of JSON objects with arrival (seconds), input, output and, if wanted, max_tokens, n and prefix; by arrival.
+def read_trace(
+    path: Path, *, rate: float = math.inf, seed: int = 0, count: Callable[[str], int] | None = None
+) -> list[TraceRow]:
+    """A file's requests by arrival: lines of JSON objects with input, output and, if wanted, arrival (seconds),
+    max_tokens, n and prefix; or one JSON list of conversations as ShareGPT has them.
 
-    Raises ConfigError naming the line.
+    Of a conversation the first two turns are taken, whose tokens `count` counts, and what vLLM's benchmark leaves out is
+    left out: turns under 4 tokens, prompts over 1024, totals over 2048. Where no line says when it arrives, they come at
+    `rate` a second. Raises ConfigError naming the line.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"trace {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    rows = [_parse(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
-    if not rows:
-        raise ConfigError(f"trace {path} holds no requests; a line is an object with arrival, input and output")
-    return sorted(rows, key=lambda row: row.arrival)
+    if text.lstrip().startswith("["):
+        values = _conversations(path, text, count)
+    else:
+        lines = enumerate(text.splitlines(), 1)
+        values = [(f"{path}, line {number}", _object(path, number, line)) for number, line in lines if line.strip()]
+    if not values:
+        raise ConfigError(f"trace {path} holds no requests; a line is an object with input and output")
+    if not any("arrival" in value for _, value in values):
+        rng, arrival = random.Random(f"arrivals {seed}"), 0.0
+        for _, value in values:
+            arrival += rng.expovariate(rate) if rate < math.inf else 0.0
+            value["arrival"] = arrival
+    return sorted((_row(where, value) for where, value in values), key=lambda row: row.arrival)
 
 
-def _parse(path: Path, number: int, line: str) -> TraceRow:
+def _object(path: Path, number: int, line: str) -> dict[str, Any]:
     try:
-        values = json.loads(line)
-        if not isinstance(values, dict):
-            raise ConfigError("trace: a line is an object with arrival, input and output")
-        return TraceRow(**values)
-    except (ConfigError, ValueError, TypeError, RecursionError) as error:  # TypeError: other fields than those
-        raise ConfigError(f"{path}, line {number}: {str(error).replace('TraceRow.__init__()', 'trace:')}") from None
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}, line {number}: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}, line {number}: a line is an object with arrival, input and output")
+    return value
+
+
+def _row(where: str, value: dict[str, Any]) -> TraceRow:
+    try:
+        return TraceRow(**value)
+    except (ConfigError, TypeError) as error:  # TypeError: other fields than those
+        raise ConfigError(f"{where}: {str(error).replace('TraceRow.__init__()', 'trace:')}") from None
+
+
+def _conversations(path: Path, text: str, count: Callable[[str], int] | None) -> list[tuple[str, dict[str, Any]]]:
+    if count is None:
+        raise ConfigError(f"trace {path} holds texts, and nothing counts their tokens; name a --model")
+    try:
+        conversations = json.loads(text)
+        turns = [[turn["value"] for turn in each["conversations"][:2]] for each in conversations]
+    except (ValueError, RecursionError, LookupError, TypeError) as error:
+        raise ConfigError(
+            f"trace {path} is no list of objects with conversations of turns with a value: {type(error).__name__} {error}"
+        ) from None
+    rows = []
+    for number, pair in enumerate(turns, 1):
+        if len(pair) == 2 and all(isinstance(turn, str) for turn in pair):
+            num_input, num_output = map(count, pair)
+            if min(num_input, num_output) >= MIN_TOKENS and num_input <= 1024 and num_input + num_output <= 2048:
+                rows.append((f"{path}, conversation {number}", {"input": num_input, "output": num_output}))
+    return rows
 
 
 def write_trace(path: Path, rows: list[TraceRow]) -> None:

@@ -71,6 +71,32 @@ def test_a_trace_file_is_read_by_arrival_and_a_bad_line_is_named(tmp_path: Path)
             read_trace(path)
 
 
+def test_requests_without_arrivals_come_at_the_rate_and_conversations_are_counted(tmp_path: Path) -> None:
+    path = tmp_path / "lengths.jsonl"
+    path.write_text('{"input": 7, "output": 5}\n' * 3000)
+    rows = read_trace(path, rate=10.0)
+    assert rows[-1].arrival == pytest.approx(300, rel=0.1) and rows[0].arrival > 0
+    assert {row.arrival for row in read_trace(path)} == {0.0}
+    path = tmp_path / "sharegpt.json"
+    talks = [
+        ["a " * 5, "b " * 9, "c"],
+        ["a " * 3, "b " * 9],
+        ["a " * 1025, "b " * 9],
+        ["a " * 900, "b " * 1200],
+        ["alone"],
+    ]
+    values = [{"conversations": [{"from": "human", "value": turn} for turn in turns]} for turns in talks]
+    path.write_text(json.dumps(values))
+    (row,) = read_trace(path, count=lambda text: len(text.split()))  # the others are too short, too long, or one-sided
+    assert (row.input, row.output) == (5, 9)
+    with pytest.raises(ConfigError, match="--model"):
+        read_trace(path)
+    for text in ("[1]", '[{"conversations": 5}]', "[", '[{"conversations": [{"from": "human"}]}]'):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match="conversations"):
+            read_trace(path, count=len)
+
+
 # --- virtual time ----------------------------------------------------------------------------------------------------
 
 

@@ -273,6 +273,8 @@ class KernelSpec:
             raise SpecError(f"v_in_k needs one KV head and head_dim_v <= head_dim, not {self.kv_heads} and {self.dim_v}")
         if self.v_in_k and (self.cache_dtype.quantised or (self.layout and Order.HDN in (self.layout.k_order, self.layout.v_order))):
             raise SpecError("v_in_k needs a float KV cache, token-major (NHD or HND); change kv_dtype or layout")
+        if self.v_in_k and self.layout and self.layout.k_order is not self.layout.v_order:
+            raise SpecError(f"v_in_k: V lies inside K, in one order, and layout {self.layout.name} has two; use NHD or HND")
 
     def _check_scores(self) -> None:
         for name, low in (("window", 1), ("window_right", 0)):

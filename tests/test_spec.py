@@ -220,6 +220,7 @@ def test_a_layout_left_to_the_tuner_is_no_layout_yet() -> None:
         ({"v_in_k": True}, "v_in_k needs one KV head and head_dim_v <= head_dim, not 3 and 64"),
         ({"v_in_k": True, "kv_heads": 1, "head_dim_v": 72}, "v_in_k needs one KV head .*, not 1 and 72"),
         ({"v_in_k": True, "kv_heads": 1, "kv_dtype": "int8"}, "v_in_k needs a float KV cache"),
+        ({"v_in_k": True, "kv_heads": 1, "layout": "HND_NHD"}, "v_in_k: V lies inside K, in one order, and layout HND_NHD has two"),
         ({"v_in_k": True, "kv_heads": 1, "layout": "HDN"}, "v_in_k needs a float KV cache, token-major"),
         ({"v_in_k": True, "kv_heads": 1, "head_dim": 584}, "head_dim=584 .* from 8 to 576"),
         ({"window": 0}, "window=0 is not a whole number of at least 1"),

@@ -292,9 +292,9 @@ class KernelSpec:
 
     def _check_rope(self) -> None:
         if self.rotary_dim is not None and self.rope is None:
-            raise SpecError(f"rotary_dim={self.rotary_dim} needs rope: neox or interleaved")
+            raise SpecError(f"rotary_dim={self.rotary_dim!r} needs rope: neox or interleaved")
         if self.rotary_dim is not None and not (0 < self.rotary_dim <= self.head_dim and self.rotary_dim % 2 == 0):
-            raise SpecError(f"rotary_dim={self.rotary_dim} is not supported; allowed: even numbers from 2 to head_dim={self.head_dim}")
+            raise SpecError(f"rotary_dim={self.rotary_dim!r} is not supported; allowed: even numbers from 2 to head_dim={self.head_dim}")
         if self.qk_norm and self.rope is None:
             raise SpecError("qk_norm is part of the fused rotary embedding; set rope, or normalise before write_kv")
 

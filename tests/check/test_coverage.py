@@ -15,7 +15,9 @@ from pagegen.build.triton import Interpreter
 from pagegen.check.cover import prove_cpp, prove_triton, refusal
 from pagegen.check.grid import AXES, PLAIN, Choice, all_pairs, pairs_of, sample, spec_of, why_not
 from pagegen.errors import SpecError
+from tests.conftest import ROOT
 
+PAGE = ROOT / "docs" / "coverage.md"
 CHUNK = 10  # specs of one test
 CPP, TRITON = 600, 300  # specs of a long run
 CPP_SLICE, TRITON_SLICE = 5, 4  # specs of every run
@@ -74,6 +76,19 @@ def test_specs_of_cpp(first: int) -> None:
 @pytest.mark.parametrize("first", chunks(TRITON))
 def test_specs_of_triton(first: int, interpreter: Interpreter) -> None:
     prove_all_triton(first, CHUNK, interpreter)
+
+
+@pytest.mark.skipif(not PAGE.exists(), reason="docs/coverage.md is not there yet: scripts/coverage.py writes it, in CPU-hours")
+def test_the_page_has_every_word_and_nothing_wrong() -> None:
+    """docs/coverage.md was made from these axes, by as many specs as a long run proves."""
+    text = PAGE.read_text()
+    assert "\nWrong: 0.\n" in text
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| ")]
+    specs = {row[0]: int(row[1]) for row in rows if len(row) == 6 and row[1].isdigit()}
+    assert specs["C++"] >= CPP and specs["Triton"] >= TRITON
+    words = [row for row in rows if row[0] in AXES]
+    assert [(row[0], row[1]) for row in words] == [(axis, word) for axis, found in AXES.items() for word in found]
+    assert all(cell.isdigit() and int(cell) > 0 for row in words for cell in row[2:])
 
 
 # --- what is drawn ---------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """One engine, every memory policy: the same requests on a real model under paging, Orca's reservations and whole batches.
 
-    python benchmarks/memory_policies.py                       # about 10 minutes on 2 cores; writes a record and a plot
+    python benchmarks/memory_policies.py                       # some 15 minutes on 2 cores; writes a record and a plot
     python benchmarks/memory_policies.py --requests 40         # a look
 
 200 requests with the lengths of the vLLM paper's ShareGPT trace, all there from the start. The paper's proportions are
@@ -156,7 +156,8 @@ def draw(path: Path, record: Mapping[str, Any]) -> None:
         memory.bar(names, shares, bottom=bottom, label=part)
         bottom = [below + share for below, share in zip(bottom, shares, strict=True)]
     memory.set_title("KV memory, %")
-    memory.legend(fontsize="small", ncols=2)
+    handles, labels = memory.get_legend_handles_labels()
+    figure.legend(handles[::-1], labels[::-1], loc="outside right center", frameon=False)
     for axes in (rate, batch, memory):
         axes.tick_params(axis="x", rotation=30)
     figure.suptitle(f"{record['model']}, {record['requests']} requests of ShareGPT's lengths / {record['shrink']}")

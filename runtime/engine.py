@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from pagegen.errors import ConfigError, KernelError, PagegenError, RequestError
 from pagegen.kernel import PagedKernels
 from pagegen.runtime.batch import Batch, prompt_logprob_positions
+from pagegen.runtime.beam_search import BeamSearch
 from pagegen.runtime.calibrate import measure_costs
 from pagegen.runtime.engine_config import EngineConfig
 from pagegen.runtime.kv_cache import KVCache, block_bytes
@@ -18,7 +20,7 @@ from pagegen.runtime.models import CausalLM
 from pagegen.runtime.outputs import EngineStats, MemoryPeak, RequestOutput
 from pagegen.runtime.policies import make_memory_policy
 from pagegen.runtime.requests import EngineRequest
-from pagegen.runtime.sampler import SampledToken, sample, token_logprobs
+from pagegen.runtime.sampler import SampledToken, sample, token_logprobs, top_logprobs, unusable
 from pagegen.runtime.sampling_params import SamplingParams
 from pagegen.runtime.scheduler import (
     PreemptionCosts,
@@ -29,7 +31,7 @@ from pagegen.runtime.scheduler import (
     TransferKind,
 )
 from pagegen.runtime.scheduling import find_policy
-from pagegen.runtime.scheduling.events import Sampled, SchedulerEvent
+from pagegen.runtime.scheduling.events import Branch, Sampled, SchedulerEvent
 from pagegen.runtime.sequence import FinishReason, GroupStatus, Request
 from pagegen.runtime.sequence import Sequence as RunningSequence
 from pagegen.runtime.tokenizer import Tokenizer
@@ -116,20 +118,23 @@ class Engine:
         params.validate_for(self.model.config.vocab_size)
         if params.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer, this engine has none; use stop_token_ids", "stop")
-        ends = frozenset() if params.ignore_eos else self._eos_token_ids
+        stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_token_ids)
+        room = min(params.max_tokens, self.max_model_len + 1 - len(prompt_token_ids))
+        search = BeamSearch(params, stops, room, self.model.config.vocab_size) if params.beam_search else None
         group = self.scheduler.add(
             Request(
                 request_id,
                 tuple(prompt_token_ids),
-                min(len(prompt_token_ids) + params.max_tokens, self.max_model_len + 1),
-                num_sequences=params.num_sequences,
-                stop_token_ids=frozenset(params.stop_token_ids) | ends,
+                len(prompt_token_ids) + room,
+                num_sequences=search.num_beams if search else params.num_sequences,
+                beams=search is not None,
+                stop_token_ids=stops,
                 priority=priority,
                 salt=cache_salt,
                 score_prompt=params.prompt_logprobs is not None,
             )
         )
-        self._requests[request_id] = EngineRequest(group, params, self.tokenizer)
+        self._requests[request_id] = EngineRequest(group, params, self.tokenizer, search)
 
     def abort(self, request_id: str) -> bool:
         """Ends a request at once, without an output, and frees what it holds; False for an id that is not at work."""
@@ -198,8 +203,8 @@ class Engine:
             logits = self.model.forward(batch, self.kv_cache, self.kernels)
             completed = [row for row in scheduled.rows if row.completes]
             self._score_prompts(scheduled, logits[len(completed) :])
-            samples = self._sample(completed, logits[: len(completed)])
-            return [tuple(islice(samples, row.num_samples)) for row in scheduled.rows]
+            chosen = iter(self._choose(completed, logits[: len(completed)]))
+            return [next(chosen) if row.completes else () for row in scheduled.rows]
 
     def _move(self, transfer: Transfer) -> None:
         match transfer.kind:
@@ -210,8 +215,31 @@ class Engine:
             case TransferKind.SWAP_IN if self.swap_space:
                 self.kv_cache.copy_from(self.swap_space, transfer.pairs)
 
-    def _sample(self, completed: Sequence[ScheduledSequence], logits: torch.Tensor) -> Iterator[SampledToken]:
-        """One token for each completed row, or several where the group is forked: from the same logits [R, V]."""
+    def _choose(self, completed: Sequence[ScheduledSequence], logits: torch.Tensor) -> list[tuple[SampledToken, ...]]:
+        """What each completed row gives, from its logits [R, V]: a sample or several, or what a beam search makes of it."""
+        beams = [i for i, row in enumerate(completed) if row.sequence.group.request.beams]
+        if not beams:
+            return self._sample(completed, logits)
+        others = [i for i, row in enumerate(completed) if not row.sequence.group.request.beams]
+        found = dict(zip(beams, self._search([completed[i] for i in beams], logits[beams]), strict=True))
+        found |= zip(others, self._sample([completed[i] for i in others], logits[others]), strict=True)
+        return [found[i] for i in range(len(completed))]
+
+    def _search(self, completed: Sequence[ScheduledSequence], logits: torch.Tensor) -> list[tuple[SampledToken, ...]]:
+        """A step of every beam search: the beams of a group are all there, in order of their index."""
+        errors = unusable(logits)
+        searches = [search for row in completed if (search := self._requests[row.sequence.group.request_id].search)]
+        outcomes = list[tuple[SampledToken, ...]]()
+        for search, rows in itertools.groupby(range(len(completed)), key=searches.__getitem__):
+            beams = list(rows)
+            if errors.keys().isdisjoint(beams):
+                outcomes += search.advance(top_logprobs(logits[beams], search.num_candidates))
+            else:
+                outcomes += [(SampledToken(None, error=errors[i]),) if i in errors else () for i in beams]
+        return outcomes
+
+    def _sample(self, completed: Sequence[ScheduledSequence], logits: torch.Tensor) -> list[tuple[SampledToken, ...]]:
+        """One token for each completed row, or several where the group is forked: from the same logits."""
         if any(row.num_samples > 1 for row in completed):
             counts = torch.tensor([row.num_samples for row in completed], device=logits.device)
             logits = logits.repeat_interleave(counts, 0)
@@ -222,7 +250,8 @@ class Engine:
                 params.append(request.sampling)
                 positions.append(row.sequence.num_tokens)
                 seeds.append(choice.seed)
-        return iter(sample(logits, params, positions, seeds))
+        samples = iter(sample(logits, params, positions, seeds))
+        return [tuple(islice(samples, row.num_samples)) for row in completed]
 
     def _score_prompts(self, scheduled: ScheduledBatch, logits: torch.Tensor) -> None:
         scored = [(row.sequence, position) for row in scheduled.rows for position in prompt_logprob_positions(row)]
@@ -250,10 +279,14 @@ class Engine:
         for row, samples in zip(scheduled.rows, outcomes, strict=True):
             if error := next((token.error for token in samples if token.error), None):
                 self.scheduler.end(row.sequence.group.request_id, FinishReason.ERROR, error)
-        self.scheduler.update(scheduled, [_token_ids(samples) for samples in outcomes])
+        self.scheduler.update(scheduled, list(map(_sampled, scheduled.rows, outcomes)))
         news: dict[RunningSequence, tuple[tuple[int, ...], str]] = {}
         for row, samples in zip(scheduled.rows, outcomes, strict=True):
             group = row.sequence.group
+            if group.request.beams:
+                if self._requests[group.request_id].found:
+                    self.scheduler.end(group.request_id, FinishReason.STOP)
+                continue
             sequences = group.sequences if len(samples) > 1 else (row.sequence,)
             for sequence, sampled in zip(sequences, samples, strict=False):
                 if sequence.error is None and sampled.token_id is not None:
@@ -280,10 +313,12 @@ class Engine:
                 continue
             new_token_ids, delta = news.get(sequence, ((), ""))
             tell = request.leave if sequence in left else request.update
-            outputs += tell(sequence, new_token_ids, delta)
-            if request.group.status is GroupStatus.FINISHED and outputs and outputs[-1].usage:
+            told = tell(sequence, new_token_ids, delta)
+            outputs += told
+            if told and (usage := told[-1].usage):
                 self._num_cached_tokens += request.group.num_cached_tokens
                 self._num_saved_blocks += request.group.num_saved_blocks
+                self._num_generated_tokens += usage.completion_tokens if request.search else 0
                 del self._requests[sequence.group.request_id]
         return outputs
 
@@ -318,7 +353,10 @@ def _check_fit(model: CausalLM, kernels: PagedKernels, config: EngineConfig) -> 
         )
 
 
-def _token_ids(samples: tuple[SampledToken, ...]) -> Sampled:
+def _sampled(row: ScheduledSequence, samples: tuple[SampledToken, ...]) -> Sampled:
     """What a row sampled, as the scheduler takes it; a row with an error has ended."""
     ids = tuple(token.token_id for token in samples if token.token_id is not None)
-    return ids if len(samples) > 1 else ids[0] if ids else None
+    if len(ids) != 1:
+        return ids or None
+    parent = samples[0].parent
+    return ids[0] if parent is None or parent == row.sequence.index else Branch(parent, ids[0])

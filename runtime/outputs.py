@@ -15,8 +15,9 @@ from pagegen.runtime.sequence import FinishReason
 @dataclasses.dataclass(frozen=True, slots=True)
 class RequestUsage:
     """What a whole request took. `cached_tokens` of the prompt were found in the prefix cache when it was admitted;
-    `completion_tokens` are those of all its sequences, with the ones that `best_of` dropped; `saved_blocks` KV blocks
-    would have been needed more, had its sequences shared nothing with each other nor with the cache.
+    `completion_tokens` are those of all its sequences, with the ones that `best_of` dropped, but of a beam search only
+    those of its outputs; `saved_blocks` KV blocks would have been needed more, had its sequences shared nothing with
+    each other nor with the cache: of beams, when they shared the most.
     """
 
     prompt_tokens: int = 0
@@ -32,7 +33,8 @@ class RequestOutput:
 
     `index` tells the n apart. `token_ids`, `text` and `logprobs` hold everything so far, `new_token_ids` and
     `text_delta` what this step added. A stop token is in `token_ids`, not in `text`. `prompt_logprobs[i]` scores prompt
-    token i + 1. Each index has exactly one output with a `finish_reason`; the request's very last output has `usage`.
+    token i + 1. Each index has exactly one output with a `finish_reason`; the request's very last output has `usage`. The outputs of
+    a beam search come at its end, the best first by `score`: the sum of log-probabilities over a power of their length.
     """
 
     request_id: str
@@ -42,6 +44,7 @@ class RequestOutput:
     new_token_ids: tuple[int, ...] = ()
     text: str = ""
     text_delta: str = ""
+    score: float | None = None
     finish_reason: FinishReason | None = None
     error: str | None = None
     logprobs: list[TokenLogprobs] | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from pagegen.runtime.beam_search import BeamSearch, Hypothesis
 from pagegen.runtime.detokenizer import Detokenizer
 from pagegen.runtime.outputs import RequestOutput, RequestUsage
 from pagegen.runtime.sampler import SampledToken, TokenLogprobs, request_seed
@@ -27,14 +28,20 @@ class Choice:
 
 
 class EngineRequest:
-    """A request at work. Its `n` outputs are told as they come; with `best_of` above n only at the end."""
+    """A request at work. Its `n` outputs are told as they come; those of a beam search, or of `best_of` above n, only
+    at the end.
+    """
 
-    def __init__(self, group: SequenceGroup, params: SamplingParams, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, group: SequenceGroup, params: SamplingParams, tokenizer: Tokenizer | None, search: BeamSearch | None
+    ) -> None:
         self.group = group
         self.params = params
-        self.ranks = params.num_sequences > params.n
+        self.search = search
+        self.ranks = search is not None or params.num_sequences > params.n
         # What is sampled is scored where the best are chosen by that, wanted or not.
         self.sampling = dataclasses.replace(params, logprobs=params.logprobs or 0) if self.ranks else params
+        self._tokenizer = tokenizer
         prompt = group.request.prompt_token_ids
         base = request_seed(params)
         seeded = dataclasses.replace(params, seed=base)
@@ -44,6 +51,11 @@ class EngineRequest:
         ]
         self.prompt_logprobs: dict[int, TokenLogprobs] = {}  # by position; a preempted prompt is scored again
         self._left: list[Sequence] = []
+
+    @property
+    def found(self) -> bool:
+        """Whether this is a beam search that is over."""
+        return self.search is not None and self.search.done
 
     def push(self, sequence: Sequence, sampled: SampledToken) -> str:
         """Takes a sampled token in; returns the text that it makes final."""
@@ -77,18 +89,44 @@ class EngineRequest:
         else:
             outputs = []
         if last:
-            outputs[-1] = dataclasses.replace(outputs[-1], usage=self._usage())
+            outputs[-1] = dataclasses.replace(outputs[-1], usage=self._usage(outputs))
         return outputs
 
     def _best(self) -> list[RequestOutput]:
         failed = [sequence for sequence in self._left if sequence.error is not None]
         if failed:
             return [self._output(failed[0], index, final=True) for index in range(self.params.n)]
+        if self.search:
+            return [
+                self._found(hypothesis, index)
+                for index, hypothesis in enumerate(self.search.hypotheses[: self.params.n])
+            ]
         best = sorted(self._left, key=lambda s: (-self.choices[s.index].mean_logprob, s.index))[: self.params.n]
         return [
             self._output(sequence, index, tuple(sequence.output_token_ids), self._text(sequence), final=True)
             for index, sequence in enumerate(best)
         ]
+
+    def _found(self, hypothesis: Hypothesis, index: int) -> RequestOutput:
+        tokens = hypothesis.beam.tokens()
+        token_ids = tuple(token.token_id for token in tokens)
+        text = ""
+        if self._tokenizer:
+            detokenizer = Detokenizer(self._tokenizer, self.group.request.prompt_token_ids)
+            for token_id in token_ids[: -1 if hypothesis.stopped else None]:
+                detokenizer.push(token_id)
+            detokenizer.flush()
+            text = detokenizer.text
+        return dataclasses.replace(
+            self._output(self.group.sequences[0], index),
+            token_ids=token_ids,
+            new_token_ids=token_ids,
+            text=text,
+            text_delta=text,
+            finish_reason=FinishReason.STOP if hypothesis.stopped else FinishReason.LENGTH,
+            logprobs=None if self.params.logprobs is None else tokens,
+            score=hypothesis.score,
+        )
 
     def _missing(self) -> list[RequestOutput]:
         """Outputs of the sequences that there never were, as the request failed before it was forked."""
@@ -99,12 +137,14 @@ class EngineRequest:
         detokenizer = self.choices[sequence.index].detokenizer
         return detokenizer.text if detokenizer else ""
 
-    def _usage(self) -> RequestUsage:
+    def _usage(self, outputs: list[RequestOutput]) -> RequestUsage:
         group = self.group
+        sampled = sum(sequence.num_tokens - group.prompt_len for sequence in group.sequences)
+        found = sum(len(output.token_ids) for output in outputs)
         return RequestUsage(
             prompt_tokens=group.prompt_len,
             cached_tokens=group.num_cached_tokens,
-            completion_tokens=sum(sequence.num_tokens - group.prompt_len for sequence in group.sequences),
+            completion_tokens=found if self.search else sampled,
             saved_blocks=group.num_saved_blocks,
             num_preemptions=group.num_preemptions,
         )

@@ -37,11 +37,12 @@ class TokenLogprobs:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SampledToken:
-    """The outcome of one row: a token, or the reason why there is none."""
+    """The outcome of one row: a token, or the reason why there is none. `parent` is the beam that the token goes on."""
 
     token_id: int | None
     logprobs: TokenLogprobs | None = None
     error: str | None = None
+    parent: int | None = None
 
 
 def sample(
@@ -53,9 +54,8 @@ def sample(
     +inf, or with nothing but -inf, gets an error and no token; the other rows do not notice.
     """
     tokens = logits.argmax(-1)
-    peaks = logits.amax(-1)  # NaN if there is one in the row
-    usable = torch.isfinite(peaks).tolist()
-    random_rows = [row for row, options in enumerate(params) if usable[row] and not options.greedy]
+    errors = unusable(logits)
+    random_rows = [row for row, options in enumerate(params) if row not in errors and not options.greedy]
     if random_rows:
         index = torch.tensor(random_rows, device=logits.device)
         tokens[index] = _draw(
@@ -63,14 +63,14 @@ def sample(
             [params[row] for row in random_rows],
             [uniform(seeds[row], positions[row]) for row in random_rows],
         )
-    wanted = [row for row, options in enumerate(params) if usable[row] and options.logprobs is not None]
+    wanted = [row for row, options in enumerate(params) if row not in errors and options.logprobs is not None]
     found: dict[int, TokenLogprobs] = {}
     if wanted:
         index = torch.tensor(wanted, device=logits.device)
         counts = [params[row].logprobs or 0 for row in wanted]
         found = dict(zip(wanted, token_logprobs(logits[index], tokens[index], counts), strict=True))
     return [
-        SampledToken(token, found.get(row)) if usable[row] else SampledToken(None, error=_unusable(peaks[row]))
+        SampledToken(None, error=errors[row]) if row in errors else SampledToken(token, found.get(row))
         for row, token in enumerate(tokens.tolist())
     ]
 
@@ -89,6 +89,13 @@ def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, counts: Sequen
         TokenLogprobs(token, logprob, rank, tuple(zip(ids[:count], values[:count], strict=True)))
         for (token, logprob, rank), (ids, values, count) in zip(rows, best, strict=True)
     ]
+
+
+def top_logprobs(logits: torch.Tensor, count: int) -> list[list[tuple[int, float]]]:
+    """The `count` likeliest tokens of each row of logits [R, V] with their log-probabilities, likeliest first."""
+    top = torch.log_softmax(logits.float(), -1).topk(count, -1)
+    rows = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+    return [list(zip(ids, values, strict=True)) for ids, values in rows]
 
 
 def request_seed(params: SamplingParams, child: int = 0) -> int:
@@ -166,7 +173,14 @@ def _count_kept(
     return values, kept.sum(-1).clamp(min=1)
 
 
-def _unusable(peak: torch.Tensor) -> str:
+def unusable(logits: torch.Tensor) -> dict[int, str]:
+    """Why rows of logits [R, V] give no token, by row; of those that do there is nothing to say."""
+    peaks = logits.amax(-1)  # NaN if there is one in the row
+    bad = (~torch.isfinite(peaks)).nonzero()[:, 0].tolist()
+    return {row: _why_unusable(peaks[row]) for row in bad}
+
+
+def _why_unusable(peak: torch.Tensor) -> str:
     if torch.isnan(peak):
         return "the model's logits contain NaN"
     return "the model's logits contain +inf" if peak > 0 else "the model's logits are all -inf"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 from pagegen.errors import RequestError
 
@@ -11,6 +12,7 @@ MAX_STOP_LENGTH = 1024  # characters; bounds the text that streaming may hold ba
 MAX_STOP_TOKEN_IDS = 256
 MAX_LOGPROBS = 20
 MAX_SEQUENCES = 128  # of one request
+MAX_LENGTH_PENALTY = 10.0  # either way: lengths to its power stay finite numbers
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -23,6 +25,11 @@ class SamplingParams:
     `best_of` that many are, and the n whose tokens have the highest mean log-probability are given, the best first.
     `logprobs` n asks for the sampled token's log-probability and the n likeliest, of the raw
     logits; `prompt_logprobs` the same for the prompt's tokens from the second on.
+
+    `beam_width` asks for a beam search (`beam_search` has the rules, those of transformers' num_beams; 1 is greedy) and
+    the n best of what it finds, by the sum of log-probabilities over (output tokens ** `length_penalty`), told at the
+    end. `early_stopping` True ends it when beam_width outputs have ended, False when the best beam at its present
+    length would not be among them, "never" when none could be.
     """
 
     max_tokens: int = 16
@@ -37,6 +44,9 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     n: int = 1
     best_of: int | None = None
+    beam_width: int | None = None
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
 
     def __post_init__(self) -> None:
         set_field = object.__setattr__  # the one way to normalise a frozen value
@@ -63,16 +73,22 @@ class SamplingParams:
             self._check_int("best_of", self.n, MAX_SEQUENCES)
         set_field(self, "stop", self._stop_strings())
         set_field(self, "stop_token_ids", self._stop_ids())
+        self._check_beams()
 
     @property
     def num_sequences(self) -> int:
-        """Sequences that are sampled."""
-        return self.best_of or self.n
+        """Sequences that are sampled, or live beams."""
+        return self.beam_width or self.best_of or self.n
+
+    @property
+    def beam_search(self) -> bool:
+        """Whether beams are kept; a single one is what greedy decoding keeps."""
+        return self.num_sequences > 1 and self.beam_width is not None
 
     @property
     def greedy(self) -> bool:
         """Whether the likeliest token is taken."""
-        return self.temperature == 0
+        return self.temperature == 0 or self.beam_width is not None
 
     def validate_for(self, vocab_size: int) -> None:
         """Checks what depends on the model. Raises RequestError naming the field."""
@@ -83,6 +99,37 @@ class SamplingParams:
             count = getattr(self, name)
             if count is not None and count > vocab_size:
                 raise RequestError(f"{name}={count} is more than the vocabulary of {vocab_size} tokens", name)
+        if self.beam_search and self.n > vocab_size:
+            raise RequestError(f"n={self.n} beams may end with their first token, of which there are {vocab_size}", "n")
+
+    def _check_beams(self) -> None:
+        object.__setattr__(self, "length_penalty", self._float("length_penalty"))
+        if not abs(self.length_penalty) <= MAX_LENGTH_PENALTY:
+            raise RequestError(
+                f"length_penalty={self.length_penalty} is out of range; allowed: -{MAX_LENGTH_PENALTY:g} to "
+                f"{MAX_LENGTH_PENALTY:g}",
+                "length_penalty",
+            )
+        if not (isinstance(self.early_stopping, bool) or self.early_stopping == "never"):
+            raise RequestError(
+                f'early_stopping={_shown(self.early_stopping)} is not known; allowed: true, false, "never"',
+                "early_stopping",
+            )
+        if self.beam_width is None:
+            for name, off in (("length_penalty", 1.0), ("early_stopping", False)):
+                if getattr(self, name) != off:
+                    raise RequestError(f"{name} is for a beam search; give a beam_width, or leave it out", name)
+            return
+        self._check_int("beam_width", self.n, MAX_SEQUENCES)
+        for name, allowed, why in (
+            ("temperature", (0.0, 1.0), "a beam search draws nothing"),
+            ("top_k", (0,), "a beam search draws nothing"),
+            ("top_p", (1.0,), "a beam search draws nothing"),
+            ("best_of", (None,), "beam_width says how many are kept"),
+            ("stop", ((),), "beams are not watched for texts, but stop_token_ids end them"),
+        ):
+            if (value := getattr(self, name)) not in allowed:
+                raise RequestError(f"{name}={_shown(value)} does not go with beam_width: {why}; leave it out", name)
 
     def _check_int(self, name: str, low: int, high: int) -> None:
         value = getattr(self, name)

@@ -17,6 +17,7 @@ from pagegen.runtime.policies import Allocation, Demand, MemoryPolicy
 from pagegen.runtime.scheduling import Limits, find_policy
 from pagegen.runtime.scheduling.events import (
     Added,
+    Branch,
     Ended,
     Finished,
     Measured,
@@ -178,6 +179,7 @@ class Scheduler:
         if self._recorder:
             self._record(Updated(tuple(sampled)))
         block_size = self.memory.block_size
+        branches = dict[SequenceGroup, list[tuple[Sequence, Branch]]]()
         for (sequence, start, num_tokens), token in zip(batch.rows, sampled, strict=True):
             if sequence.finish_reason is not None:
                 continue
@@ -191,8 +193,12 @@ class Scheduler:
                 self._end_by(token, sequence, group)
             elif token is None:
                 self._settle(group)
+            elif isinstance(token, Branch):
+                branches.setdefault(group, []).append((sequence, token))
             else:
                 self._fork(sequence, token)
+        for group, moves in branches.items():  # once the parents are known to be computed
+            self.pool.branch(group, moves)
         self._release()
 
     def finish_sequence(self, sequence: Sequence, reason: FinishReason) -> None:

@@ -29,7 +29,7 @@ class FinishReason(StrEnum):
 class Request:
     """What scheduling needs to know of a request, and all that it knows: a recorded run needs no more.
 
-    `max_num_tokens` bounds prompt + output of each sequence. `num_sequences` samples or beams grow from the prompt.
+    `max_num_tokens` bounds prompt + output of each sequence. `num_sequences` samples, or `beams`, grow from the prompt.
     A lower `priority` number goes first, where a policy heeds it. `salt` keeps the request's KV from others with the
     same tokens; `score_prompt` has every prompt token computed, cached or not, as its logits are wanted.
     `final_num_tokens` is how long the request will turn out, which only a simulation knows.
@@ -39,6 +39,7 @@ class Request:
     prompt_token_ids: tuple[int, ...]
     max_num_tokens: int
     num_sequences: int = 1
+    beams: bool = False
     stop_token_ids: frozenset[int] = frozenset()
     priority: int = 0
     salt: str = ""
@@ -95,6 +96,7 @@ class SequenceGroup:
 
     It begins with one sequence; the prompt's last logits give each of `num_sequences` its first token, and the others
     are forked from it. From then on all that live advance in step, one token an iteration, so they are equally long.
+    Beams live until the whole request ends: one that no candidate goes on becomes a second child of another.
     After a preemption that threw their KV away, the first of several computes the prompt, the others are forked from
     it again, each computes its own output but for the newest token, and they go on: `recovering` until then.
 

@@ -7,8 +7,17 @@ import dataclasses
 from pagegen.runtime.scheduling.preemption import PreemptionCosts
 from pagegen.runtime.sequence import FinishReason, Request
 
-# What a row sampled: nothing, a token, or one token for each sequence that is forked there.
-Sampled = int | tuple[int, ...] | None
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Branch:
+    """A beam has no child of its own: from now on it is sequence `parent` of its group with this token after it."""
+
+    parent: int
+    token_id: int
+
+
+# What a row sampled: nothing, a token, one token for each sequence that is forked there, or another beam's.
+Sampled = int | tuple[int, ...] | Branch | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

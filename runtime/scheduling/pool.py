@@ -11,6 +11,7 @@ from collections.abc import Callable
 from enum import StrEnum
 
 from pagegen.runtime.policies import Allocation, Demand, MemoryPolicy
+from pagegen.runtime.scheduling.events import Branch
 from pagegen.runtime.scheduling.plan import Iteration, Transfer, TransferKind, add_transfer
 from pagegen.runtime.scheduling.preemption import Preemption, PreemptionCosts
 from pagegen.runtime.scheduling.queue import WaitingQueue
@@ -217,6 +218,18 @@ class RequestPool:
             group.num_saved_blocks += child.num_computed_tokens // self.memory.block_size
         group.live.append(child)
         return child
+
+    def branch(self, group: SequenceGroup, moves: list[tuple[Sequence, Branch]]) -> None:
+        """Makes beams without a child second children of others, which are computed as far."""
+        size = self.memory.block_size
+        for beam, branch in moves:
+            parent = group.sequences[branch.parent]
+            self.memory.free(beam.seq_id)
+            beam.token_ids = [*parent.token_ids[: parent.num_computed_tokens], branch.token_id]
+            self._share(parent, beam)
+        full = [self.memory.block_table(s.seq_id)[: s.num_computed_tokens // size] for s in group.live]
+        num_saved = sum(map(len, full)) - len(set(itertools.chain.from_iterable(full)))
+        group.num_saved_blocks = max(group.num_saved_blocks, group.num_cached_tokens // size + num_saved)
 
     def fork_again(self, group: SequenceGroup) -> None:
         """Gives the others of a recovering group the prompt that the first has computed."""

@@ -13,7 +13,17 @@ from pathlib import Path
 from typing import Any, Self, TextIO
 
 from pagegen.errors import ConfigError
-from pagegen.runtime.scheduling.events import Added, Ended, Finished, Measured, Planned, SchedulerEvent, Updated
+from pagegen.runtime.scheduling.events import (
+    Added,
+    Branch,
+    Ended,
+    Finished,
+    Measured,
+    Planned,
+    Sampled,
+    SchedulerEvent,
+    Updated,
+)
 from pagegen.runtime.scheduling.preemption import PreemptionCosts
 from pagegen.runtime.sequence import FinishReason, Request
 from pagegen.runtime.simulation.setup import Setup
@@ -64,7 +74,7 @@ def encode(event: SchedulerEvent) -> list[Any]:
         case Planned(digest):
             return ["plan", digest]
         case Updated(sampled):
-            return ["update", sampled]
+            return ["update", [dataclasses.asdict(s) if isinstance(s, Branch) else s for s in sampled]]
         case Finished(request_id, index, reason):
             return ["finish", request_id, index, reason.value]
         case Ended(request_id, reason, error):
@@ -84,7 +94,7 @@ def decode(values: list[Any]) -> SchedulerEvent:
         case ["plan", str(digest)]:
             return Planned(digest)
         case ["update", list(sampled)]:
-            return Updated(tuple(tuple(tokens) if isinstance(tokens, list) else tokens for tokens in sampled))
+            return Updated(tuple(map(_decode_sampled, sampled)))
         case ["finish", str(request_id), int(index), reason]:
             return Finished(request_id, index, FinishReason(reason))
         case ["end", str(request_id), reason, error]:
@@ -92,6 +102,17 @@ def decode(values: list[Any]) -> SchedulerEvent:
         case ["measure", float(blocks), float(tokens)]:
             return Measured(PreemptionCosts(blocks, tokens))
     raise ValueError("no event of the scheduler")
+
+
+def _decode_sampled(value: Any) -> Sampled:
+    match value:
+        case int() | None:
+            return value
+        case list():
+            return tuple(value)
+        case dict():
+            return Branch(**value)
+    raise ValueError("a row sampled what is no token")
 
 
 def read_log(path: Path) -> tuple[Setup, Iterator[SchedulerEvent]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import pytest
 import torch
@@ -20,6 +19,7 @@ from pagegen.runtime.policies import Demand
 from pagegen.runtime.scheduler import ScheduledBatch, ScheduledSequence
 from pagegen.runtime.sequence import Request, SequenceGroup
 from pagegen.spec import DType
+from tests.runtime.oracle import oracle_of
 
 TINY = ModelConfig(
     architecture="LlamaForCausalLM",
@@ -87,38 +87,8 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 @pytest.mark.oracle
 @pytest.mark.parametrize("name", VARIANTS)
 def test_logits_equal_transformers(name: str) -> None:
-    import transformers
-
     config = VARIANTS[name]
-    scaling = config.rope_scaling
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
-    if scaling:
-        rope |= {"rope_type": scaling.kind, "factor": scaling.factor}
-    if scaling and scaling.kind == "llama3":
-        rope |= {
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_max_position,
-        }
-    oracle = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            num_hidden_layers=config.num_layers,
-            hidden_size=config.hidden_size,
-            num_attention_heads=config.num_heads,
-            num_key_value_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            intermediate_size=config.intermediate_size,
-            vocab_size=config.vocab_size,
-            max_position_embeddings=config.max_position_embeddings,
-            rms_norm_eps=config.rms_norm_eps,
-            rope_parameters=rope,
-            tie_word_embeddings=config.tie_word_embeddings,
-            attention_bias=config.attention_bias,
-            mlp_bias=config.mlp_bias,
-        )
-    )
-    oracle.train(False)
-    oracle.load_state_dict(random_weights(config), strict=not config.tie_word_embeddings)
+    oracle = oracle_of(config, random_weights(config))
     token_ids = prompt(50)
     with torch.inference_mode():
         expected = oracle(torch.tensor([token_ids])).logits[0]

@@ -56,8 +56,9 @@ class BeamSearch:
     ) -> None:
         self.params = params
         self.width = params.beam_width or 1
-        self.num_beams = min(self.width, max(vocab_size - len(stop_token_ids), 1))
-        self.num_candidates = min(max(self.width + len(stop_token_ids), params.logprobs or 0), vocab_size)
+        num_stops = sum(token < vocab_size for token in stop_token_ids)
+        self.num_beams = min(self.width, max(vocab_size - num_stops, 1))
+        self.num_candidates = min(max(self.width + num_stops, params.logprobs or 0), vocab_size)
         self.hypotheses: list[Hypothesis] = []
         self.done = False
         self._stop_token_ids = stop_token_ids

@@ -199,6 +199,8 @@ class Scheduler:
                 self._fork(sequence, token)
         for group, moves in branches.items():  # once the parents are known to be computed
             self.pool.branch(group, moves)
+            for beam, branch in moves:
+                self._end_by(branch.token_id, beam, group)
         self._release()
 
     def finish_sequence(self, sequence: Sequence, reason: FinishReason) -> None:

@@ -7,7 +7,9 @@ every token after it. What a sequence should give is then known without any sche
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as SequenceOf
 
 from pagegen.runtime.policies import MemoryPolicy, make_memory_policy
 from pagegen.runtime.scheduler import (
@@ -19,7 +21,7 @@ from pagegen.runtime.scheduler import (
     SchedulerConfig,
     TransferKind,
 )
-from pagegen.runtime.scheduling.events import Sampled, SchedulerEvent
+from pagegen.runtime.scheduling.events import Branch, Sampled, SchedulerEvent
 from pagegen.runtime.sequence import FinishReason, GroupStatus, Request, Sequence, SequenceGroup
 
 MAX_MODEL_LEN = 64  # of the policies that reserve it
@@ -30,8 +32,27 @@ def token_after(context: Iterable[int], index: int) -> int:
     return hash((index, *context)) % 1000
 
 
+def children_of(beams: SequenceOf[SequenceOf[int]]) -> list[tuple[int, int]]:
+    """(parent, token) of each beam after a step. Parents are drawn; the first child of each takes its place."""
+    chance = random.Random(hash(tuple(map(tuple, beams))))
+    parents = [chance.randrange(len(beams)) for _ in beams]
+    spare = [parent for i, parent in enumerate(parents) if parent in parents[:i]]
+    parents = [i if i in parents else spare.pop() for i in range(len(beams))]
+    return [(parent, token_after(beams[parent], i)) for i, parent in enumerate(parents)]
+
+
+def expected_beams(request: Request) -> list[list[int]]:
+    prompt = list(request.prompt_token_ids)
+    beams = [[*prompt, token_after(prompt, index)] for index in range(request.num_sequences)]
+    while len(beams[0]) < request.max_num_tokens:
+        beams = [[*beams[parent], token] for parent, token in children_of(beams)]
+    return [beam[len(prompt) :] for beam in beams]
+
+
 def expected(request: Request, index: int = 0) -> list[int]:
     """The output of a sequence that nobody disturbs."""
+    if request.beams:
+        return expected_beams(request)[index]
     context = list(request.prompt_token_ids)
     while len(context) < request.max_num_tokens:
         context.append(token_after(context, index))
@@ -81,6 +102,7 @@ class Rig:
         first: int | None = None,
         *,
         n: int = 1,
+        beams: bool = False,
         priority: int = 0,
         stop_token_ids: Iterable[int] = (),
         oracle: bool = False,
@@ -94,7 +116,8 @@ class Rig:
             tuple(range(first, first + prompt_len)),
             prompt_len + max_tokens,
             num_sequences=n,
-            stop_token_ids=frozenset(stop_token_ids),
+            beams=beams and n > 1,
+            stop_token_ids=frozenset(() if beams else stop_token_ids),
             priority=priority,
         )
         if oracle:
@@ -120,21 +143,30 @@ class Rig:
             table, tokens = self.memory.block_table(row.sequence.seq_id), row.sequence.token_ids
             for position in range(row.start, row.start + row.num_tokens):
                 self.device[self._slot(table, position)] = tokens[position]
-        return [self._sample(row) for row in batch.rows]
+        contexts = {row.sequence: self._context(row) for row in batch.rows if row.completes}
+        return [self._sample(row, contexts) for row in batch.rows]
 
     def _slot(self, table: Iterable[int], position: int) -> tuple[int, int]:
         block, offset = divmod(position, self.memory.block_size)
         return list(table)[block], offset
 
-    def _sample(self, row: ScheduledSequence) -> Sampled:
-        if not row.completes:
-            return None
+    def _context(self, row: ScheduledSequence) -> list[int]:
+        """The sequence's tokens, as the cache has them."""
         table = self.memory.block_table(row.sequence.seq_id)
         context = [self.device[self._slot(table, i)] for i in range(row.start + row.num_tokens)]
         assert context == row.sequence.token_ids, "the cache does not hold the sequence's tokens"
+        return context
+
+    def _sample(self, row: ScheduledSequence, contexts: dict[Sequence, list[int]]) -> Sampled:
+        if not row.completes:
+            return None
+        context, index, group = contexts[row.sequence], row.sequence.index, row.sequence.group
         if row.num_samples > 1:
-            return tuple(token_after(context, index) for index in range(row.num_samples))
-        return token_after(context, row.sequence.index)
+            return tuple(token_after(context, child) for child in range(row.num_samples))
+        if group.request.beams:
+            parent, token = children_of([contexts[beam] for beam in group.live])[index]
+            return token if parent == index else Branch(parent, token)
+        return token_after(context, index)
 
     def step(self) -> ScheduledBatch:
         had_work = self.scheduler.has_work

@@ -78,6 +78,7 @@ def add_some(rig: Rig, scenario: Scenario, chance: random.Random) -> SequenceGro
             total - prompt_len + 1,
             first=chance.choice([0, 100, None]),  # some begin alike
             n=chance.choice([1, 1, 2, 3]),
+            beams=chance.random() < 0.5,
             priority=chance.choice([0, 0, 0, 1, -2]),
             stop_token_ids=stops,
             oracle=chance.random() < 0.5,

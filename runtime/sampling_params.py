@@ -118,7 +118,7 @@ class SamplingParams:
         if self.beam_width is None:
             for name, off in (("length_penalty", 1.0), ("early_stopping", False)):
                 if getattr(self, name) != off:
-                    raise RequestError(f"{name} is for a beam search; give a beam_width, or leave it out", name)
+                    raise RequestError(f"{name} is for a beam search and none is asked for; leave it out", name)
             return
         self._check_int("beam_width", self.n, MAX_SEQUENCES)
         for name, allowed, why in (

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -68,6 +68,16 @@ def command(
     ] = 1.0,
     n: Annotated[int, typer.Option("--n", help="Outputs of each prompt; they share its KV blocks.")] = 1,
     best_of: Annotated[int | None, typer.Option("--best-of", help="Sample as many, and give the N likeliest.")] = None,
+    beam: Annotated[
+        int | None, typer.Option("--beam", metavar="K", help="Search with K beams, and give the N best outputs.")
+    ] = None,
+    length_penalty: Annotated[
+        float, typer.Option("--length-penalty", help="Of beams: scores are over the length to this power.")
+    ] = 1.0,
+    early_stopping: Annotated[
+        str,
+        typer.Option("--early-stopping", metavar="WHEN", help="Of beams, as in transformers: true, false or never."),
+    ] = "false",
     seed: Annotated[int | None, typer.Option("--seed", help="Makes sampling repeatable.")] = None,
     stop: Annotated[list[str] | None, typer.Option("--stop", help="End before this text; repeatable.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the model has ended.")] = False,
@@ -94,6 +104,9 @@ def command(
         logprobs=logprobs,
         n=n,
         best_of=best_of,
+        beam_width=beam,
+        length_penalty=length_penalty,
+        early_stopping=_early_stopping(early_stopping),
     )
     lines = _lines(input) if input is not None else []
     llm = load(model, options)
@@ -112,6 +125,15 @@ def command(
         raise typer.Exit(INTERRUPTED)
     if run.errors:
         raise typer.Exit(NO)
+
+
+def _early_stopping(when: str) -> bool | Literal["never"]:
+    match when.lower():
+        case "true" | "false":
+            return when.lower() == "true"
+        case "never":
+            return "never"
+    raise ConfigError(f"--early-stopping {when} is not known; allowed: true, false, never")
 
 
 # --- the lines -------------------------------------------------------------------------------------------------------
@@ -300,6 +322,7 @@ def output_row(job: int, output: RequestOutput | None, error: str | None) -> dic
         "prompt_token_ids": list(output.prompt_token_ids) if output else [],
         "text": output.text if output else "",
         "token_ids": list(output.token_ids) if output else [],
+        "score": output.score if output else None,
         "finish_reason": "error" if error else output.finish_reason if output else None,
         "logprobs": _logprobs(output.logprobs if output else None),
         "prompt_logprobs": _logprobs(output.prompt_logprobs if output else None),

@@ -23,6 +23,11 @@ MAX_PROMPTS = 64  # of one completion request
 MAX_MESSAGES = 1024
 MAX_PRIORITY = 1000
 
+_SAMPLING = (
+    *("temperature", "top_p", "seed", "stop", "top_k", "stop_token_ids", "ignore_eos", "n", "best_of"),
+    *("length_penalty", "early_stopping"),
+)  # names that are SamplingParams' own
+
 R = TypeVar("R", bound="ApiRequest")
 
 
@@ -61,6 +66,9 @@ class ApiRequest(_Model):
     stop_token_ids: Any = None
     ignore_eos: Any = None
     n: Any = None
+    use_beam_search: bool | None = None  # as many beams as best_of, or n
+    length_penalty: Any = None
+    early_stopping: Any = None
     # scheduling, named as in vLLM
     priority: Annotated[int | None, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = None
     cache_salt: Annotated[str | None, Field(max_length=1024)] = None
@@ -87,11 +95,12 @@ class ApiRequest(_Model):
 
     def sampling_params(self, default_max_tokens: int) -> SamplingParams:
         """The sampling options; a field left out or null takes SamplingParams' default. Raises RequestError."""
-        names = ("temperature", "top_p", "seed", "stop", "top_k", "stop_token_ids", "ignore_eos", "n", "best_of")
-        given = {name: value for name in names if (value := getattr(self, name, None)) is not None}
+        given = {name: value for name in _SAMPLING if (value := getattr(self, name, None)) is not None}
+        if self.use_beam_search:
+            given["beam_width"] = given.pop("best_of", given.get("n", 1))
         max_tokens = default_max_tokens if self.max_tokens is None else self.max_tokens
         params = SamplingParams(max_tokens=max_tokens, logprobs=self.num_logprobs, **given)
-        if self.stream and params.num_sequences > params.n:
+        if self.stream and params.num_sequences > params.n and not params.beam_search:
             raise RequestError("best_of picks among whole texts, which cannot be streamed; leave out stream", "best_of")
         return params
 

@@ -85,6 +85,35 @@ def test_a_seed_makes_sampling_repeatable_and_options_arrive() -> None:
     )
 
 
+def test_beams_are_given_best_first_and_say_what_they_share() -> None:
+    words = ("--prompt", "abc" * 7, "--max-tokens", "9", "--beam", "3", "--json")
+    document = generate(*words, "--n", "2", "--length-penalty", "0", "--early-stopping", "never").document
+    first, second = document["outputs"]
+    assert first["score"] > second["score"] and first["token_ids"] != second["token_ids"]
+    assert document["usage"]["blocks_saved_by_sharing"] >= 2  # of three beams, the prompt's full block
+    assert document["usage"]["completion_tokens"] == 18
+    (one,) = generate("--prompt", "abc", "--max-tokens", "9", "--beam", "1", "--json").document["outputs"]
+    (greedy,) = generate("--prompt", "abc", "--max-tokens", "9", "--json").document["outputs"]
+    assert one["token_ids"] == greedy["token_ids"] and one["score"] is greedy["score"] is None
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--beam", "2", "--n", "3"), "beam_width=2 is out of range; allowed: 3 to 128"),
+        (("--beam", "2", "--temperature", "0.5"), "temperature=0.5 does not go with beam_width"),
+        (
+            ("--beam", "2", "--early-stopping", "soon"),
+            "--early-stopping soon is not known; allowed: true, false, never",
+        ),
+        (("--length-penalty", "2"), "length_penalty is for a beam search and none is asked for"),
+    ],
+)
+def test_a_search_that_cannot_be_is_refused_in_one_line(words: tuple[str, ...], message: str) -> None:
+    result = generate("--prompt", "abc", *words)
+    assert result.status == 2 and message in result.stderr and result.stderr.count("\n") == 1
+
+
 def test_a_stop_text_ends_the_answer_before_it() -> None:
     whole = generate("--prompt", "abc", "--max-tokens", "30", "--json").document["outputs"][0]["text"]
     stop = next(character for character in whole[5:] if character != "\ufffd" and whole.index(character) > 3)
@@ -212,7 +241,9 @@ def test_a_closed_standard_input_is_none(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_what_is_typed_in_another_encoding_ends_the_chat_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"gr\xfc\xdfe\n"), encoding="utf-8"))
     result = run("chat", "dummy:tiny", "--dtype", "fp32")
-    assert result.status == 2 and result.stderr.splitlines()[-1].startswith("pagegen: standard input is not text in utf-8")
+    assert result.status == 2 and result.stderr.splitlines()[-1].startswith(
+        "pagegen: standard input is not text in utf-8"
+    )
 
 
 def test_an_unknown_model_says_which_words_are_known() -> None:

@@ -129,6 +129,14 @@ def test_sampling_options_reach_the_engine(server: Live) -> None:
     assert {name: getattr(params, name) for name in options} == options | {"stop": ("END",), "stop_token_ids": (5,)}
 
 
+@pytest.mark.parametrize(("more", "width"), [({"n": 3}, 3), ({"n": 2, "best_of": 4}, 4), ({}, 1)])
+def test_a_beam_search_has_as_many_beams_as_best_of_or_n(server: Live, more: dict[str, int], width: int) -> None:
+    server.complete(use_beam_search=True, length_penalty=0.5, early_stopping="never", temperature=0, **more)
+    params = server.engine.seen[-1][1]
+    assert (params.beam_width, params.n, params.best_of) == (width, more.get("n", 1), None)
+    assert (params.length_penalty, params.early_stopping) == (0.5, "never")
+
+
 def test_logprobs_of_a_completion(server: Live) -> None:
     logprobs = server.complete("az", logprobs=2).json()["choices"][0]["logprobs"]
     assert logprobs["tokens"] == ["A", "Z", "<|im_end|>"]

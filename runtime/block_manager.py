@@ -60,6 +60,10 @@ class BlockManager:
         return self.num_blocks - self._device.pool.num_free
 
     @property
+    def num_pinned_blocks(self) -> int:
+        return self.prefix_cache.num_pinned if self.prefix_cache else 0
+
+    @property
     def num_free_host_blocks(self) -> int:
         return self._host.pool.num_free
 
@@ -93,8 +97,7 @@ class BlockManager:
 
         Never is what does not fit beside the pinned prefixes, its own among them: it might have to do without.
         """
-        num_pinned = self.prefix_cache.num_pinned if self.prefix_cache else 0
-        if self.blocks_needed(demand) > self.num_blocks - num_pinned:
+        if self.blocks_needed(demand) > self.num_blocks - self.num_pinned_blocks:
             return Allocation.NEVER
         cached, _ = self._match(demand)
         missing = self.blocks_for(len(demand.token_ids)) - len(cached)

@@ -92,7 +92,7 @@ class Engine:
         )
         self._requests: dict[str, EngineRequest] = {}
         self._num_steps = self._num_computed_tokens = self._num_generated_tokens = 0
-        self._num_cached_tokens = self._num_saved_blocks = 0
+        self._num_cached_tokens = self._num_saved_blocks = self._num_pins = 0
 
     @property
     def has_work(self) -> bool:
@@ -135,6 +135,27 @@ class Engine:
             )
         )
         self._requests[request_id] = EngineRequest(group, params, self.tokenizer, search)
+
+    def pin_prefix(self, token_ids: list[int], *, cache_salt: str = "") -> None:
+        """Keeps the KV of a prefix's full blocks until `unpin_prefix`, for every request of that salt which begins so.
+
+        A request of its own, which has no output, computes them in the next iterations. Requests that wait and will
+        never fit beside them end with that reason. Raises RequestError for a prefix that could not be computed, and
+        ConfigError where nothing is cached or what is left of the pool would be too little for a request at work.
+        """
+        request_id = f"pin {self._num_pins}"
+        self.add_request(request_id, token_ids, SamplingParams(max_tokens=1, temperature=0), cache_salt=cache_salt)
+        try:
+            self.scheduler.pin(token_ids, cache_salt)
+        except ConfigError:
+            self.abort(request_id)
+            raise
+        self._requests[request_id].silent = True
+        self._num_pins += 1
+
+    def unpin_prefix(self, token_ids: list[int], *, cache_salt: str = "") -> None:
+        """Takes one `pin_prefix` of the same tokens back. Raises ConfigError if there is none."""
+        self.scheduler.unpin(token_ids, cache_salt)
 
     def abort(self, request_id: str) -> bool:
         """Ends a request at once, without an output, and frees what it holds; False for an id that is not at work."""
@@ -183,6 +204,7 @@ class Engine:
             num_idle_slot_iterations=scheduler.policy.num_idle_slot_iterations,
             num_cached_tokens=self._num_cached_tokens,
             num_saved_blocks=self._num_saved_blocks,
+            num_pinned_blocks=self.memory.num_pinned_blocks,
             wait_reasons=scheduler.wait_reasons(),
             preemption_costs=scheduler.preemption_costs,
         )
@@ -314,7 +336,7 @@ class Engine:
             new_token_ids, delta = news.get(sequence, ((), ""))
             tell = request.leave if sequence in left else request.update
             told = tell(sequence, new_token_ids, delta)
-            outputs += told
+            outputs += [] if request.silent else told
             if told and (usage := told[-1].usage):
                 self._num_cached_tokens += request.group.num_cached_tokens
                 self._num_saved_blocks += request.group.num_saved_blocks

@@ -93,6 +93,18 @@ class LLM:
         each: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
         return self._run([partial(self.tokenizer.encode_chat, conversation) for conversation in each], params)
 
+    def pin_prefix(self, prefix: str | Sequence[int]) -> None:
+        """Computes a text or token ids now, and keeps the KV of its full blocks for all prompts that begin so, until
+        `unpin_prefix`. Raises RequestError or ConfigError for one that cannot be kept.
+        """
+        self.engine.pin_prefix(self._encode(prefix))
+        while self.engine.has_work:
+            self.engine.step()
+
+    def unpin_prefix(self, prefix: str | Sequence[int]) -> None:
+        """Takes one `pin_prefix` of the same prefix back. Raises ConfigError if there is none."""
+        self.engine.unpin_prefix(self._encode(prefix))
+
     def _encode(self, prompt: object) -> list[int]:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)

@@ -57,7 +57,7 @@ class RequestOutput:
 class EngineStats:
     """Counters since the start, and the present. `num_computed_tokens` counts recomputed ones again.
 
-    `num_swaps` of the preemptions went to the host. `wait_reasons` says for what how many requests wait.
+    `num_pinned_blocks` are kept for pinned prefixes, in use or not. `num_swaps` of the preemptions went to the host. `wait_reasons` says for what how many requests wait.
     `num_idle_slot_iterations` are slots that policy `request` kept for sequences that had ended. `preemption_costs` are
     what this machine was measured to do, once that was asked for.
     """
@@ -78,6 +78,7 @@ class EngineStats:
     num_idle_slot_iterations: int = 0
     num_cached_tokens: int = 0
     num_saved_blocks: int = 0
+    num_pinned_blocks: int = 0
     wait_reasons: Mapping[WaitReason, int] = dataclasses.field(default_factory=dict)
     preemption_costs: PreemptionCosts | None = None
 

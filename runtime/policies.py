@@ -100,6 +100,10 @@ class MemoryPolicy(Protocol):
     def num_used_blocks(self) -> int: ...
 
     @property
+    def num_pinned_blocks(self) -> int:
+        """Blocks that pins keep, or will once they are computed; 0 where nothing can be pinned."""
+
+    @property
     def num_free_host_blocks(self) -> int:
         """Free blocks of the swap space; 0 where there is none."""
 

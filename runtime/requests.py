@@ -41,6 +41,7 @@ class EngineRequest:
         self.ranks = search is not None or params.num_sequences > params.n
         # What is sampled is scored where the best are chosen by that, wanted or not.
         self.sampling = dataclasses.replace(params, logprobs=params.logprobs or 0) if self.ranks else params
+        self.silent = False  # where nobody waits for the outputs
         self._tokenizer = tokenizer
         prompt = group.request.prompt_token_ids
         base = request_seed(params)

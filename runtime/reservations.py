@@ -94,7 +94,7 @@ class ReservingPolicy:
     own for the next fork. `headroom` has no meaning here, nothing grows into what is free.
     """
 
-    num_free_host_blocks = 0
+    num_free_host_blocks = num_pinned_blocks = 0
 
     def __init__(
         self, rule: ReservationRule, num_blocks: int, block_size: int, *, max_model_len: int, debug: bool = False

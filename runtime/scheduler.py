@@ -21,6 +21,7 @@ from pagegen.runtime.scheduling.events import (
     Ended,
     Finished,
     Measured,
+    Pinned,
     Planned,
     Sampled,
     SchedulerEvent,
@@ -73,9 +74,9 @@ class SchedulerConfig:
 class Scheduler:
     """Requests in, iterations out, one at a time: `schedule`, and `update` when it has been computed.
 
-    All that it depends on comes in through `add`, `schedule`, `update`, `finish_sequence`, `end` and the answers of
-    `costs`, which says once, when it is first needed, what preemption costs on this machine. A `recorder` is told each
-    of these as an event; `apply` takes the events of another run instead.
+    All that it depends on comes in through `add`, `schedule`, `update`, `finish_sequence`, `end`, `pin`, `unpin` and the
+    answers of `costs`, which says once, when it is first needed, what preemption costs on this machine. A `recorder` is
+    told each of these as an event; `apply` takes the events of another run instead.
     """
 
     def __init__(
@@ -222,6 +223,39 @@ class Scheduler:
         self._release()
         return True
 
+    def pin(self, token_ids: SequenceOf[int], salt: str = "") -> None:
+        """Keeps a prefix's full blocks from eviction, from when a request has computed them until `unpin`.
+
+        Requests that have not begun and will never fit beside it end with that reason. Raises ConfigError, and pins
+        nothing, where nothing is cached or where a request that has begun could not finish any more.
+        """
+        pool, tokens = self.pool, tuple(token_ids)
+        self.memory.pin(tokens, salt)
+        never = [group for group in pool.waiting if pool.never_fits(group)]
+        begun = [f"request {group.request_id!r}" for group in never if group in pool.preempted]
+        if self.memory.can_allocate(Demand(tokens, len(tokens), salt=salt)) is Allocation.NEVER:
+            begun.append("whoever is to compute it")
+        if begun:
+            pinned = self.memory.num_pinned_blocks
+            self.memory.unpin(tokens, salt)
+            raise ConfigError(
+                f"pinning {len(tokens)} tokens would keep {pinned} of {self.memory.num_blocks} KV blocks, too many for "
+                f"{begun[0]}; pin a shorter prefix or give the engine more KV memory"
+            )
+        self._record(Pinned(tokens, salt))
+        for group in never:
+            error = (
+                f"request {group.request_id!r}: a prefix was pinned while it waited, and {self.memory.num_pinned_blocks} "
+                f"pinned of {self.memory.num_blocks} KV blocks leave too few for it; unpin a prefix, shorten the prompt, "
+                "lower max_tokens, or give the engine more KV memory"
+            )
+            self._end_group(group, FinishReason.ERROR, error)
+
+    def unpin(self, token_ids: SequenceOf[int], salt: str = "") -> None:
+        """Takes one `pin` of the same prefix back. Raises ConfigError if there is none."""
+        self.memory.unpin(tuple(token_ids), salt)
+        self._record(Pinned(tuple(token_ids), salt, keep=False))
+
     def take_released(self) -> list[Sequence]:
         """The sequences that have ended and left since this was last called."""
         released, self._released = self._released, []
@@ -245,6 +279,8 @@ class Scheduler:
                 self.finish_sequence(self.groups[event.request_id].sequences[event.index], event.reason)
             case Ended():
                 self.end(event.request_id, event.reason, event.error)
+            case Pinned():
+                (self.pin if event.keep else self.unpin)(event.token_ids, event.salt)
             case Measured():
                 self.preemption_costs = event.costs
         return None

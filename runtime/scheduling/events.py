@@ -60,10 +60,19 @@ class Ended:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Pinned:
+    """A prefix is kept from now on, or if not `keep`, one pin of it was taken back."""
+
+    token_ids: tuple[int, ...]
+    salt: str
+    keep: bool = True
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Measured:
     """The costs of preemption were asked for, and this was the answer."""
 
     costs: PreemptionCosts
 
 
-SchedulerEvent = Added | Planned | Updated | Finished | Ended | Measured
+SchedulerEvent = Added | Planned | Updated | Finished | Ended | Pinned | Measured

@@ -69,6 +69,12 @@ class RequestPool:
             group.prompt_len,
         )
 
+    def never_fits(self, group: SequenceGroup) -> bool:
+        """Whether a waiting group could not have its blocks even if it had everything that is not pinned."""
+        if group.status is GroupStatus.SWAPPED:  # what it may need is known from its tables
+            return False
+        return self.memory.can_allocate(self.demand(group)) is Allocation.NEVER
+
     def misfit(self, group: SequenceGroup, headroom: int) -> WaitReason | None:
         """Why the group cannot have its blocks while `headroom` blocks stay free for others; None if it can.
 

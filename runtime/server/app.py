@@ -186,6 +186,7 @@ def create_app(
             "waiting": stats.num_waiting,
             "waiting_for": dict(stats.wait_reasons),
             "kv_blocks_used": stats.num_used_blocks,
+            "kv_blocks_pinned": stats.num_pinned_blocks,
             "kv_blocks": stats.num_blocks,
         }
         return JSONResponse(body, 200 if status == "ok" else 503)

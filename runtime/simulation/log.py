@@ -19,6 +19,7 @@ from pagegen.runtime.scheduling.events import (
     Ended,
     Finished,
     Measured,
+    Pinned,
     Planned,
     Sampled,
     SchedulerEvent,
@@ -79,6 +80,8 @@ def encode(event: SchedulerEvent) -> list[Any]:
             return ["finish", request_id, index, reason.value]
         case Ended(request_id, reason, error):
             return ["end", request_id, reason.value, error]
+        case Pinned(token_ids, salt, keep):
+            return ["pin", token_ids, salt, keep]
         case Measured(costs):
             return ["measure", costs.blocks_per_second, costs.tokens_per_second]
 
@@ -99,6 +102,8 @@ def decode(values: list[Any]) -> SchedulerEvent:
             return Finished(request_id, index, FinishReason(reason))
         case ["end", str(request_id), reason, error]:
             return Ended(request_id, FinishReason(reason), error)
+        case ["pin", list(token_ids), str(salt), bool(keep)]:
+            return Pinned(tuple(token_ids), salt, keep)
         case ["measure", float(blocks), float(tokens)]:
             return Measured(PreemptionCosts(blocks, tokens))
     raise ValueError("no event of the scheduler")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import random
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagegen.errors import RequestError
+from pagegen.errors import ConfigError, RequestError
 from pagegen.runtime.policies import MEMORY_POLICIES
 from pagegen.runtime.scheduler import Preemption, PreemptionCosts
 from pagegen.runtime.scheduling import POLICIES
@@ -88,8 +89,9 @@ def add_some(rig: Rig, scenario: Scenario, chance: random.Random) -> SequenceGro
 
 
 def play(rig: Rig, scenario: Scenario, num_requests: int = 10) -> list[SequenceGroup]:
-    """Runs a workload with arrivals and aborts on the way; gives the requests that were left alone."""
+    """Runs a workload with arrivals, aborts and pins on the way; gives the requests that were left alone."""
     chance, kept, pending = random.Random(scenario.seed), list[SequenceGroup](), num_requests
+    pins = list[range]()
     for _ in range(20_000):
         if not pending and not rig.scheduler.has_work:
             break
@@ -100,10 +102,25 @@ def play(rig: Rig, scenario: Scenario, num_requests: int = 10) -> list[SequenceG
         if kept and chance.random() < 0.05:
             victim = kept.pop(chance.randrange(len(kept)))
             rig.scheduler.end(victim.request_id, FinishReason.ABORT)
+        if scenario.prefix_cache and chance.random() < 0.1:
+            change_pins(rig, pins, chance)
         rig.step()
+    for prefix in pins:
+        rig.scheduler.unpin(prefix)
     assert not rig.scheduler.has_work
     assert rig.memory.num_free_blocks == rig.memory.num_blocks
-    return kept
+    return [group for group in kept if "a prefix was pinned" not in (group.sequences[0].error or "")]
+
+
+def change_pins(rig: Rig, pins: list[range], chance: random.Random) -> None:
+    """Pins the beginning of some prompts, or unpins one."""
+    if pins and chance.random() < 0.5:
+        rig.scheduler.unpin(pins.pop())
+        return
+    prefix = range(first := chance.choice([0, 100]), first + chance.randrange(1, 12))
+    with contextlib.suppress(ConfigError):  # too much for this pool, or no cache under this memory policy
+        rig.scheduler.pin(prefix)
+        pins.append(prefix)
 
 
 COMBINATIONS = [

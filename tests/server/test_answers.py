@@ -256,6 +256,7 @@ def test_health_says_what_is_in_use(server: Live) -> None:
         "waiting": 0,
         "waiting_for": {},
         "kv_blocks_used": 0,
+        "kv_blocks_pinned": 0,
         "kv_blocks": NUM_BLOCKS,
     }
 

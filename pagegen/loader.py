@@ -163,6 +163,11 @@ class PackagedKernels:
                     f"package {self.name}: the dispatch table of {op.value} names {name!r}, which is not among its kernels; "
                     "make the package again with `pagegen tune`"
                 )
+        if self.spec.deterministic and not table.is_uniform:
+            raise PackageError(
+                f"package {self.name}: its spec is deterministic, and the dispatch table of {op.value} gives batches different "
+                "kernels; make the package again with `pagegen tune`"
+            )
         return table
 
     @property

@@ -269,6 +269,8 @@ def _check_dispatch(
             raise PackageError(f"the package has no dispatch table for {op.value}; allowed is one for each of {', '.join(PAGED_OPS)}")
         if op is not Op.ATTEND and dispatch[op].rows:
             raise PackageError(f"{op.value} is not dispatched by batch; leave the rows of its table empty")
+        if spec.deterministic and not dispatch[op].is_uniform:
+            raise PackageError(f"{spec.slug} is deterministic: one kernel for all batches; change the dispatch table of {op.value}")
         for name in dispatch[op].kernels:
             if name not in kernels or kernels[name].source.variant.template.op is not op:
                 raise PackageError(f"the dispatch table of {op.value} names {name!r}, which is not among its kernels")

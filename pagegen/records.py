@@ -100,6 +100,13 @@ class DispatchTable:
         """Every kernel named, the fallback first, each once."""
         return tuple(dict.fromkeys([self.fallback, *(row.kernel for row in self.rows)]))
 
+    @property
+    def is_uniform(self) -> bool:
+        """Whether every batch gets the same kernel: two configs round differently, so a deterministic spec needs it."""
+        everywhere = {row.phase for row in self.rows if row == DispatchRow(row.phase, row.kernel)}
+        reached = {row.kernel for row in self.rows} | ({self.fallback} if set(Phase) - everywhere else set())
+        return len(reached) == 1
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; `from_dict` is the inverse."""
         rows = [{**dataclasses.asdict(row), "phase": row.phase.value} for row in self.rows]

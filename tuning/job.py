@@ -90,7 +90,8 @@ def tune(
 ) -> TuneResult:
     """Tunes `attend` for a spec (or slug) on this machine and installs the package for `generate`, `chat` and `serve`.
 
-    `workload` names a preset, or a file of batches; the phases that it has are tuned, or `phase` alone. `trials` counts
+    `workload` names a preset, or a file of batches; the phases that it has are tuned, or `phase` alone. A deterministic
+    spec has one config for all batches: that of `phase`, or of mixed ones where the workload has any. `trials` counts
     configs evaluated over all of them and over all runs of the study: an interrupted run is continued. No trial begins
     after `budget` seconds. Results go to `out`/<target>/<spec>, `out` being `results` by default, and of a workload to a
     folder of its name in there. Raises ConfigError, SpecError, BuildError or CheckError for what stands in the way.
@@ -105,6 +106,8 @@ def tune(
     where = parse_target(target)
     require_present(where)
     selection = select(None if workload is None else str(workload), spec)
+    if spec.deterministic:
+        phase = phase or max(selection.workloads, key=list(Phase).index)
     if phase:
         selection = selection.only(phase)
     workloads, phases = selection.workloads, list(selection.workloads)
@@ -243,7 +246,8 @@ def _write_package(
     document: Mapping[str, Any],
 ) -> Path:
     configs = {"attend_0": default} | {winner.kernel: winner.config for winner in winners}
-    table = DispatchTable(tuple(DispatchRow(winner.phase, winner.kernel) for winner in winners), fallback="attend_0")
+    served = {each: winners[0].kernel for each in Phase} if spec.deterministic else {w.phase: w.kernel for w in winners}
+    table = DispatchTable(tuple(DispatchRow(*each) for each in served.items()), fallback="attend_0")
     kernels = {name: _packaged(Op.ATTEND, spec, target, config) for name, config in configs.items()}
     dispatch = {Op.ATTEND: table}
     for op in (Op.WRITE_KV, Op.COPY_BLOCKS):

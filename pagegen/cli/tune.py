@@ -75,7 +75,8 @@ def command(
 
     Every candidate passes the correctness gate before it is timed. A run that was interrupted or killed is continued by
     the same command. Without a phase in SPEC, decode, prefill and mixed batches are tuned apart, those of them that the
-    workload has. Trials on other batches are another study: they never mix.
+    workload has. Trials on other batches are another study: they never mix. A deterministic
+    spec has one config for all batches: that of the phase in SPEC, or of mixed batches.
     """
     from pagegen.tuning.job import tune
 

@@ -187,6 +187,26 @@ def test_a_package_that_vanishes_while_it_is_loaded_is_one_line(after: str, pack
         load_package(package)
 
 
+def test_a_deterministic_package_with_a_kernel_for_each_phase_is_refused_when_written_and_when_loaded(
+    tmp_path: Path,
+) -> None:
+    spec = SPEC.replace(deterministic=True)
+    kernels = {"attend_1": packaged(Op.ATTEND, spec, tile_kv=16), **{op.value: packaged(op, spec) for op in PAGED_OPS}}
+    plain = {op: DispatchTable((), op.value) for op in PAGED_OPS}
+    decode, rest = DispatchRow(Phase.DECODE, "attend_1"), [DispatchRow(phase, "attend_1") for phase in Phase][1:]
+    some, bounded = (DispatchTable(rows, "attend") for rows in ((decode,), (*rest, dataclasses.replace(decode, max_seqs=4))))
+    for table in (some, bounded):
+        with pytest.raises(PackageError, match="is deterministic: one kernel for all batches"):
+            write_package(tmp_path, spec=spec, target=HERE, kernels=kernels, dispatch={**plain, Op.ATTEND: table}, evidence={})
+    for name, table in (("one", plain[Op.ATTEND]), ("rows", DispatchTable((decode, *rest), "attend"))):
+        tables = {**plain, Op.ATTEND: table}
+        path = write_package(tmp_path / name, spec=spec, target=HERE, kernels=kernels, dispatch=tables, evidence={})
+        PackagedKernels(path)
+    edit_manifest(path, lambda manifest: manifest["dispatch"].update(attend=some.to_dict()))
+    with pytest.raises(PackageError, match=r"deterministic, .* gives batches different kernels; .*`pagegen tune`"):
+        PackagedKernels(path)
+
+
 def test_a_place_that_cannot_hold_the_package_is_named(tmp_path: Path) -> None:
     with pytest.raises(PackageError, match=r"/proc/.*--out"):
         write(Path("/proc/nowhere"))

@@ -1,5 +1,6 @@
 """`pagegen tune` from one end to the other: a package that loads, a record that adds up, a run that can be continued."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from pagegen.check import check_kernels
 from pagegen.errors import ConfigError, SpecError
 from pagegen.package import load_package
 from pagegen.records import DispatchTable, Evaluation
-from pagegen.spec import KernelSpec, Op, Phase
+from pagegen.spec import KernelSpec, Op, Phase, parse_slug
 from pagegen.target import best_cpu
 from pagegen.tuning import job, workloads
 from pagegen.tuning.measure import Interval, Measurement
@@ -61,6 +63,22 @@ def test_a_run_ends_with_a_package_and_a_record_that_adds_up(tmp_path: Path) -> 
     assert check_kernels(loaded).passed
     rows = DispatchTable.from_dict(loaded.manifest["dispatch"]["attend"])
     assert rows.fallback == "attend_0" and [row.phase for row in rows.rows] == list(Phase)
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_deterministic_spec_gets_one_kernel_for_all_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, decide = parse_slug(f"{SLUG}-det")[0], job._decide
+    other = template_for(Op.ATTEND, spec, best_cpu()).space(spec, best_cpu()).config({"tile_kv": 16})
+
+    def favour(*args: Any) -> tuple[tuple[job.Winner, ...], object]:
+        winners, rows = decide(*args)
+        return tuple(dataclasses.replace(winner, config=other, kernel="attend_1") for winner in winners), rows
+
+    monkeypatch.setattr(job, "_decide", favour)
+    result = tune(spec, trials=1, out=tmp_path)
+    assert [winner.phase for winner in result.winners] == [Phase.MIXED]
+    table = DispatchTable.from_dict(load_package(result.package).manifest["dispatch"]["attend"])
+    assert {table.select(phase, 1, None) for phase in Phase} == {"attend_1"} and table.fallback == "attend_0"
 
 
 @pytest.mark.usefixtures("quick")

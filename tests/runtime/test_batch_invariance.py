@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -23,9 +23,11 @@ def rand(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torc
 
 
 @pytest.fixture(params=[1, pytest.param(2, marks=pytest.mark.long)])
-def num_threads(request: pytest.FixtureRequest) -> int:
+def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
     torch.set_num_threads(request.param)
-    return int(request.param)
+    yield int(request.param)
+    torch.set_num_threads(before)
 
 
 def assert_rows_stand_alone(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, begin: int) -> None:

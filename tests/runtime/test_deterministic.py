@@ -39,6 +39,7 @@ TINY = ModelConfig(  # sizes at which products do depend on the number of rows
     vocab_size=300,
     max_position_embeddings=MAX_MODEL_LEN,
 )
+PARTS = [range(begin, begin + 50) for begin in range(0, 300, 50)]
 GAP = 1e-3  # tokens that are nearer to each other than this may change places where bits may differ
 
 
@@ -280,17 +281,27 @@ def test_deterministic_outputs_have_the_bits_of_each_alone(dtype: DType) -> None
 
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", [DType.FP32, DType.BF16])
-@pytest.mark.parametrize("num_threads", [1, 2])
-def test_deterministic_outputs_have_the_bits_of_each_alone_at_length(dtype: DType, num_threads: int) -> None:
-    torch.set_num_threads(num_threads)
-    assert_bits(Trial(tiny(dtype, True)), range(300))
+@pytest.mark.parametrize("seeds", PARTS, ids=str)
+def test_deterministic_outputs_have_the_bits_of_each_alone_at_length(dtype: DType, seeds: range) -> None:
+    assert_bits(Trial(tiny(dtype, True)), seeds)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", [DType.FP32, DType.BF16])
+def test_deterministic_outputs_have_the_bits_of_each_alone_on_two_threads(dtype: DType) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert_bits(Trial(tiny(dtype, True)), range(300, 312))
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.long
 @pytest.mark.model
 @pytest.mark.parametrize("dtype", [DType.FP32, DType.BF16])
 def test_smollm2s_deterministic_outputs_have_the_bits_of_each_alone(dtype: DType) -> None:
-    assert_bits(Trial(smollm2(dtype, True)), range(12))
+    assert_bits(Trial(smollm2(dtype, True)), range(10))
 
 
 def test_without_it_bits_differ_which_these_tests_would_notice() -> None:
@@ -307,11 +318,12 @@ def test_without_it_fp32_tokens_are_those_of_each_alone_but_for_near_ties() -> N
 
 
 @pytest.mark.long
-def test_without_it_fp32_tokens_are_those_of_each_alone_but_for_near_ties_at_length() -> None:
-    assert_tokens(Trial(tiny(DType.FP32, False), greedy=True), range(300))
+@pytest.mark.parametrize("seeds", PARTS, ids=str)
+def test_without_it_fp32_tokens_are_those_of_each_alone_but_for_near_ties_at_length(seeds: range) -> None:
+    assert_tokens(Trial(tiny(DType.FP32, False), greedy=True), seeds)
 
 
 @pytest.mark.long
 @pytest.mark.model
 def test_without_it_smollm2s_fp32_tokens_are_those_of_each_alone_but_for_near_ties() -> None:
-    assert_tokens(Trial(smollm2(DType.FP32, False), greedy=True), range(12))
+    assert_tokens(Trial(smollm2(DType.FP32, False), greedy=True), range(10))

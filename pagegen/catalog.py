@@ -40,6 +40,17 @@ class Variant:
         """Readable, unique up to the config: `attend cpu:avx512 bf16-d64-h9x3-b16-NHD`."""
         return f"{self.template.op.value} {self.target.name} {self.spec.slug}"
 
+    @property
+    def matrix(self) -> bool:
+        """Whether a C++ attend runs on its target's matrix unit."""
+        return uses_matrix(self.spec, self.target)
+
+
+def uses_matrix(spec: KernelSpec, target: Target) -> bool:
+    """Whether the C++ attend runs on the target's matrix unit: q and the stored numbers are exact in what it multiplies."""
+    exact = spec.cache_dtype is spec.dtype or spec.cache_dtype.quantised
+    return exact and spec.dtype.value in target.matrix
+
 
 def _options(spec: KernelSpec) -> Iterator[str]:
     """The options that a spec uses beyond plain attention, by field, and by value where a template may know some of them."""
@@ -84,6 +95,20 @@ def _cpp_attend_space(spec: KernelSpec, target: Target) -> ConfigSpace:
     def fits(v: Mapping[str, Value]) -> bool:
         return int(v["tile_q"]) * group * (spec.head_dim + spec.dim_v + int(v["tile_kv"])) * 4 <= 8 << 20
 
+    too_large = Constraint(fits, "the rows of one work item exceed 8 MiB a thread; lower tile_q or tile_kv")
+    if uses_matrix(spec, target):
+        tile_kv = 256 if max(spec.head_dim, spec.dim_v) <= 128 else 128
+        tile_q = 1 << (256 // group).bit_length() - 1  # packing K and V is shared by up to 256 rows
+        return ConfigSpace(
+            (
+                power_of_two("tile_kv", 32, 512, tile_kv, "tokens of one online-softmax step"),
+                power_of_two("tile_q", 1, 256, tile_q, "query tokens of one work item in prefill"),
+                power_of_two("split_kv", 256, 8192, 1024, "tokens of one work item in decode; the parts are combined"),
+                Knob("prefetch", (0, 1, 2), 1, "tiles ahead that are prefetched through the block table"),
+            ),
+            (too_large,),
+        )
+
     return ConfigSpace(
         (
             power_of_two("tile_kv", 16, 256, 64, "tokens of one online-softmax step"),
@@ -94,7 +119,7 @@ def _cpp_attend_space(spec: KernelSpec, target: Target) -> ConfigSpace:
             Knob("pack_rows", packing, 32 if spec.v_in_k else 16, "from this many rows on, K and V tiles are packed to fp32 first"),
             Knob("prefetch", (0, 1, 2), 1, "tiles ahead that are prefetched through the block table"),
         ),
-        (Constraint(fits, "the rows of one work item exceed 8 MiB a thread; lower tile_q or tile_kv"),),
+        (too_large,),
     )
 
 

@@ -496,6 +496,7 @@ _STATUS = {
     7: "shared_prefix_len exceeds a context, or block_table does not begin with the same blocks for every sequence",
     8: "positions lie outside cos_sin",
     9: "k_scale and v_scale of a tensor or head must be positive, finite numbers",
+    10: "the system does not let this process use the matrix unit (AMX); build for cpu:avx512 instead",
 }
 
 _scratch = threading.local()  # one grow-only workspace a thread: calls from two threads never share it

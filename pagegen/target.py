@@ -31,6 +31,7 @@ class Target:
     flags: tuple[str, ...] = ()  # for g++ and clang++ (CPU)
     needs: frozenset[str] = frozenset()  # cpuinfo flags without which its code faults (CPU)
     machine: str = ""  # as platform.machine() says it (CPU)
+    matrix: frozenset[str] = frozenset()  # dtypes whose values its matrix unit multiplies, exactly, into fp32 (CPU)
     warp_size: int = 32
     shared_memory: int = 0  # bytes one thread block may use (GPU)
     registers: int = 0  # 32-bit registers of one multiprocessor (GPU)
@@ -47,8 +48,8 @@ class Target:
         return self.name.replace(":", "-")
 
 
-def _cpu(arch: str, lanes: int, flags: str, needs: str, machine: str = "x86_64") -> Target:
-    return Target("cpu", arch, lanes, tuple(flags.split()), frozenset(needs.split()), machine)
+def _cpu(arch: str, lanes: int, flags: str, needs: str, machine: str = "x86_64", matrix: str = "") -> Target:
+    return Target("cpu", arch, lanes, tuple(flags.split()), frozenset(needs.split()), machine, frozenset(matrix.split()))
 
 
 def _cuda(arch: str, shared_kib: int, max_threads: int) -> Target:
@@ -61,9 +62,12 @@ def _hip(arch: str, warp_size: int, lds_kib: int, max_threads: int, registers: i
     return Target("hip", arch, warp_size=warp_size, shared_memory=lds_kib * 1024, registers=registers, max_threads=max_threads)
 
 
+_AVX512, _AVX512_NEEDS = "-march=x86-64-v4 -mprefer-vector-width=512", "avx512f avx512bw avx512cd avx512dq avx512vl avx2 fma f16c"
+
 TARGETS: tuple[Target, ...] = (
     # An ISA: templates/cpp/simd/<arch>.h.jinja and a row here, best first.
-    _cpu("avx512", 16, "-march=x86-64-v4 -mprefer-vector-width=512", "avx512f avx512bw avx512cd avx512dq avx512vl avx2 fma f16c"),
+    _cpu("amx", 16, f"{_AVX512} -mavx512bf16", f"{_AVX512_NEEDS} avx512_bf16 amx_tile amx_bf16", matrix="bf16"),
+    _cpu("avx512", 16, _AVX512, _AVX512_NEEDS),
     _cpu("avx2", 8, "-march=x86-64-v3", "avx2 fma f16c"),
     _cpu("scalar", 8, "-march=x86-64", ""),
     _cpu("neon", 4, "-march=armv8-a", "", "aarch64"),
@@ -185,7 +189,8 @@ def detect() -> Hardware:
     """Reads this machine from /proc, /sys and the container's cgroup."""
     info = _read(Path("/proc/cpuinfo"))
     flags = set(_first(r"^flags\s*:\s*(.*)$", info).split())
-    isa = tuple(t.arch for t in TARGETS if t.kind == "cpu" and is_native(t) and t.needs <= flags)
+    cpus = [t for t in TARGETS if t.kind == "cpu" and is_native(t) and t.needs <= flags]
+    isa = tuple(t.arch for t in cpus if not t.matrix or _grants_tiles())
     return Hardware(
         device=_first(r"^model name\s*:\s*(.*)$", info) or platform.machine(),
         isa=isa if platform.system() == "Linux" else (),
@@ -194,6 +199,13 @@ def detect() -> Hardware:
         quota=cpu_quota(),
         caches=_caches(Path("/sys/devices/system/cpu/cpu0/cache")),
     )
+
+
+def _grants_tiles() -> bool:
+    """Whether Linux lets processes ask for AMX's tiles: from 5.16 on, and not in every sandbox."""
+    features = ctypes.c_uint64()
+    answer = ctypes.CDLL(None).syscall(158, 0x1021, ctypes.byref(features))  # arch_prctl(ARCH_GET_XCOMP_SUPP)
+    return answer == 0 and bool(features.value >> 18 & 1)
 
 
 def _affinity() -> int:

@@ -15,7 +15,8 @@ keys, u the unit roundoff of the output's dtype and N = sum p e |v|, E = sum p e
 
 The first terms of out are its rounding on both sides, and of the probabilities, which a kernel on matrix units rounds to
 the output's dtype; t is half its smallest subnormal number, and S = sum |v|. f = 2**-125: a weight, and the rescaling of
-a part, may be 0 below the least normal number, as a fast exp has it. Where E is 1 or more, or a score may have left fp32's range,
+a part, may be 0 below the least normal number, as a fast exp has it; in bf16 f (n + S), for matrix units take every product
+that is subnormal for 0. Where E is 1 or more, or a score may have left fp32's range,
 nothing is promised: the bound is infinite, and a NaN within it. Vendored into every kernel package.
 """
 
@@ -263,7 +264,8 @@ def _row_bounds(
     unit, tiny = info.eps / 2, info.smallest_normal * info.eps / 2
     everything = torch.einsum("qhk,khd->qhd", (p > 0).double(), sizes)
     arithmetic = (moved + loose[..., None] * out.abs() + 2 * U32 * sums * mean) / (1 - loose[..., None])
-    bound = unit * (2 * out.abs() + mean) + tiny * 2 + (tiny + FLUSHED) * everything + torch.where(loose[..., None] < 1, arithmetic, math.inf)
+    flushed = FLUSHED * (everything + (value.shape[-1] if spec.dtype is DType.BF16 else 0))
+    bound = unit * (2 * out.abs() + mean) + tiny * (2 + everything) + flushed + torch.where(loose[..., None] < 1, arithmetic, math.inf)
     return bound, torch.log1p(loose) + U32 * (sums + 2 * total.abs().nan_to_num(posinf=0.0))
 
 

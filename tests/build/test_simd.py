@@ -56,6 +56,7 @@ class Words:
     """The vocabulary on one ISA: here, or in an emulator that is started for each call."""
 
     def __init__(self, target: Target) -> None:
+        self.target = target
         text = environment().from_string(WORDS).render(target=target, spec=QUANTISED)
         self.library = compile_library(text, target)
         emulated = not is_native(target)
@@ -237,3 +238,46 @@ def test_arithmetic_and_keep(words: Words) -> None:
         kept = torch.empty(width)
         words.call("keep_words", a, kept, n)
         assert kept.tolist() == [*a[:n].tolist(), *[-1.0] * (width - n)]
+
+
+# --- matrix units -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def matrix(words: Words) -> Words:
+    if not words.target.matrix:
+        pytest.skip(f"{words.target.name} has no matrix unit")
+    return words
+
+
+@pytest.mark.parametrize("tiles", range(5), ids=["1x1", "2x1", "1x2", "2x2", "1x4"])
+def test_products_of_tiles_are_exact_for_small_whole_numbers(matrix: Words, tiles: int) -> None:
+    generator = torch.Generator().manual_seed(tiles)
+    a, b = (torch.randint(-9, 10, (rows, 96), generator=generator).bfloat16() for rows in (32, 64))
+    c = torch.full((32, 64), float("nan"))
+    assert matrix.call("multiply_words", a, b, c, 2 * tiles), "the system grants no tiles"
+    assert torch.equal(c, a.float() @ b.float().T)
+    matrix.call("multiply_words", a, b, c, 2 * tiles + 1)
+    assert torch.equal(c, 2 * (a.float() @ b.float().T))
+
+
+def test_floats_are_rounded_to_pairs_as_torch_does_but_for_subnormals(matrix: Words) -> None:
+    floats = hard_floats(torch.bfloat16)
+    floats = floats[: len(floats) // 32 * 32]
+    out = torch.empty(len(floats), dtype=torch.bfloat16)
+    matrix.call("round_pairs", floats, out, len(floats))
+    normal = floats.abs() >= torch.finfo(torch.bfloat16).smallest_normal
+    assert torch.equal(out[normal], floats[normal].bfloat16()) and torch.equal(out.isnan(), floats.isnan())
+    assert out[~normal & ~floats.isnan()].abs().max() <= torch.finfo(torch.bfloat16).smallest_normal
+
+
+def test_pairs_go_apart_and_come_back(matrix: Words) -> None:
+    rows, first, second, some = torch.arange(64).bfloat16(), torch.empty(32), torch.empty(32), torch.empty(32, dtype=torch.bfloat16)
+    matrix.call("interleave_words", rows, first, second)
+    assert torch.equal(torch.cat([first, second]), rows.float())
+    for n in range(1, 32):
+        matrix.call("some_pairs", rows, some, n)
+        assert some.tolist() == [*range(n), *[0] * (32 - n)]
+    table, column = torch.arange(256.0), torch.empty(16)
+    matrix.call("column_words", table, column)
+    assert torch.equal(column, table[::16])

@@ -35,6 +35,7 @@ enum {
   PG_E_PREFIX = 7,     /* shared_prefix_len exceeds a context, or the tables do not begin alike */
   PG_E_POSITION = 8,   /* a position lies outside cos_sin */
   PG_E_SCALE = 9,      /* a scale of a whole tensor or head is not a positive, finite number */
+  PG_E_MATRIX = 10,    /* the system does not let this process use the matrix unit */
 };
 
 typedef struct pg_attend_args {
@@ -358,6 +359,8 @@ constexpr int TS = up(TILE_KV, W) + W;         // a row of scores; one vector of
 constexpr int SPLIT_Q = std::max(1, std::min(TILE_Q, PACK_ROWS / GROUP));
 constexpr int ROWS = TILE_Q * GROUP;
 constexpr int PART = DVP + 2;  // a merged part: unnormalised output, maximum, sum
+// Tokens that are prefetched at a time: about 1 KiB.
+constexpr int FETCH = std::max<int>(1, 1024 / 256);
 constexpr float LOG2E = 1.44269504088896341f, LN2 = 0.69314718055994531f, NONE = -INFINITY;
 
 template <class U>
@@ -385,6 +388,8 @@ struct alignas(64) Scratch {
   float k_tile[D][TS];
   float v_tile[TILE_KV][DVP];
   Tile tiles[PREFETCH + 1];
+  const Tile* ahead;  // the tile being prefetched
+  int fetched;        // its tokens that are under way
 };
 
 struct Sequence {
@@ -469,15 +474,6 @@ struct Workspace {
 
 // --- one tile ---------------------------------------------------------------------------------------------------------
 
-// Calls f(rows as a constant, first row) over `rows` rows in blocks of B, then once for what is left.
-template <int B, class F>
-inline void row_blocks(int rows, F f, int row = 0) {
-  for (; row + B <= rows; row += B) f(std::integral_constant<int, B>{}, row);
-  if constexpr (B > 1) {
-    if (row < rows) row_blocks<B - 1>(rows, f, row);
-  }
-}
-
 // Makes `tile` the tokens from t on, of those in `range`: where each begins, through the block table.
 inline void locate(const pg_attend_args& a, const int32_t* table, int64_t head, int64_t t, Range range, Tile& tile) {
   const C* k_head = static_cast<const C*>(a.k_cache) + head * a.k_stride_head;
@@ -500,8 +496,24 @@ inline void locate(const pg_attend_args& a, const int32_t* table, int64_t head, 
 // Tokens from `i` on, up to the end of the tile, that lie in one block.
 [[maybe_unused]] inline int run_of(const Tile& tile, int i) { return std::min(tile.count - i, BLOCK - int((tile.t + i) % BLOCK)); }
 
-inline void fetch(const Tile& tile) {
-  for (int i = 0; i < tile.count; ++i) {
+// Prefetches a few more tokens of the tile ahead. Called among the work on a tile: the misses of a burst of prefetches fill
+// the queue that the work's own loads stand in. To the second-level cache, whose queue is longer than the first's. Inlined
+// by force: to GCC a function that only prefetches does nothing, and its call may go.
+inline __attribute__((always_inline)) void fetch([[maybe_unused]] Scratch& w, int tokens = FETCH) {
+}
+
+// Keys of the tile up to the last that a row sees.
+inline int seen_of(const Scratch& w, int row, const Tile& tile) {
+  return int(std::clamp<int64_t>(w.limit[row] - tile.t, 0, tile.count));
+}
+
+
+// Calls f(rows as a constant, first row) over `rows` rows in blocks of B, then once for what is left.
+template <int B, class F>
+inline void row_blocks(int rows, F f, int row = 0) {
+  for (; row + B <= rows; row += B) f(std::integral_constant<int, B>{}, row);
+  if constexpr (B > 1) {
+    if (row < rows) row_blocks<B - 1>(rows, f, row);
   }
 }
 
@@ -554,12 +566,6 @@ inline void score_packed(Scratch& w, int row, int count) {
       for (int c = 0; c < VECTORS; ++c) store(&w.s[row + r][t + c * W], acc[r][c]);
   }
 }
-
-// Keys of the tile up to the last that a row sees.
-inline int seen_of(const Scratch& w, int row, const Tile& tile) {
-  return int(std::clamp<int64_t>(w.limit[row] - tile.t, 0, tile.count));
-}
-
 
 // One online-softmax step of a row: scores become weights; weights of tokens that the row does not see are 0.
 inline void softmax_step(Scratch& w, int row, const Tile& tile) {
@@ -667,7 +673,9 @@ void run(Scratch& w, const pg_attend_args& a, int64_t s, int64_t head, int rows,
   for (int64_t t = from; t < range.to; t += TILE_KV) {
     Tile& ahead = tile_at(t + PREFETCH * TILE_KV);
     locate(a, table, head, t + PREFETCH * TILE_KV, range, ahead);
-    if (PREFETCH > 0) fetch(ahead);
+    w.ahead = &ahead;
+    w.fetched = 0;
+    fetch(w, TILE_KV);
     const Tile& tile = tile_at(t);
     scores(w, rows, packed, tile, a);
     for (int row = 0; row < rows; ++row) softmax_step(w, row, tile);

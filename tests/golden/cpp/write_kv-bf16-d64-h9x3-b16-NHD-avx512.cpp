@@ -24,6 +24,7 @@ enum {
   PG_E_PREFIX = 7,     /* shared_prefix_len exceeds a context, or the tables do not begin alike */
   PG_E_POSITION = 8,   /* a position lies outside cos_sin */
   PG_E_SCALE = 9,      /* a scale of a whole tensor or head is not a positive, finite number */
+  PG_E_MATRIX = 10,    /* the system does not let this process use the matrix unit */
 };
 
 typedef struct pg_attend_args {

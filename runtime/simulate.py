@@ -6,14 +6,16 @@ engine: there is no second scheduler here that could drift from the first.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 
 from pagegen.errors import ConfigError, RequestError
 from pagegen.runtime.scheduler import PreemptionCosts, ScheduledBatch, ScheduledSequence
-from pagegen.runtime.scheduling.events import Added, Planned, Sampled, SchedulerEvent
+from pagegen.runtime.scheduling.events import Added, Branch, Planned, Sampled, SchedulerEvent
 from pagegen.runtime.sequence import Request
+from pagegen.runtime.simulation.beams import PARENTS, SimulatedBeams
 from pagegen.runtime.simulation.costs import StepCosts
 from pagegen.runtime.simulation.meter import Figures, Meter
 from pagegen.runtime.simulation.setup import Setup
@@ -42,7 +44,7 @@ def simulate(
     costs = costs or StepCosts()
     scheduler = setup.scheduler(costs=lambda: _preemption_costs(costs, setup.block_size), recorder=recorder)
     meter = Meter(scheduler, costs, warmup=warmup, horizon=horizon)
-    num_arrived = 0
+    num_arrived, searches = 0, dict[str, SimulatedBeams]()
     while meter.now < horizon:
         while num_arrived < len(trace) and trace[num_arrived].arrival <= meter.now:
             request = request_of(num_arrived, trace[num_arrived], setup.max_model_len)
@@ -66,7 +68,7 @@ def simulate(
             meter.step(batch)
             if observe:
                 observe(batch)
-            sampled = [_sample(row) for row in batch.rows]
+            sampled = [_sample(row, searches) for row in batch.rows]
             resumed = time.thread_time()
             scheduler.update(batch, sampled)
             meter.scheduling.append(time.thread_time() - resumed + planned - began)
@@ -82,17 +84,28 @@ def request_of(number: int, row: TraceRow, max_model_len: int) -> Request:
         ((TOKEN,) * row.prefix + (number + 2,) + (TOKEN,) * row.input)[: row.input],
         row.input + promised,
         num_sequences=row.n,
+        beams=row.beams,
         stop_token_ids=frozenset((STOP,)),
         final_num_tokens=row.input + row.output,
     )
 
 
-def _sample(row: ScheduledSequence) -> Sampled:
+def _sample(row: ScheduledSequence, searches: dict[str, SimulatedBeams]) -> Sampled:
     if not (num_samples := row.num_samples):
         return None
-    sequence = row.sequence
-    token = STOP if len(sequence.token_ids) + 1 == sequence.group.request.final_num_tokens else TOKEN
-    return token if num_samples == 1 else (token,) * num_samples
+    sequence, request = row.sequence, row.sequence.group.request
+    token = STOP if len(sequence.token_ids) + 1 == request.final_num_tokens else TOKEN
+    if request.beams and num_samples > 1:
+        searches[request.request_id] = SimulatedBeams(request.request_id, num_samples)
+    if num_samples > 1:
+        return (token,) * num_samples
+    if not request.beams or token == STOP:
+        return token
+    search = searches[request.request_id]
+    if not sequence.index:  # the beams of a request come in order
+        search.step()
+    parent = search.parents[sequence.index]
+    return token if parent == sequence.index else Branch(parent, token)
 
 
 def _preemption_costs(costs: StepCosts, block_size: int) -> PreemptionCosts:
@@ -106,7 +119,8 @@ def replay(
     """Repeats a recorded run, every iteration compared with what the log has; what it was, and the trace it makes.
 
     Virtual time is that of `costs`: the trace holds when each request came by that clock, and how long it turned out
-    (of several samples, the longest), so that another policy can be tried on it. Raises ConfigError for a log that
+    (of several samples, the longest), so that another policy can be tried on it; beams whose number the simulator has no
+    shares for are samples in it. Raises ConfigError for a log that
     does not fit itself: it was cut, changed, or written by another version of the scheduler.
     """
     costs = costs or StepCosts()
@@ -124,7 +138,8 @@ def replay(
             request = event.request
             meter.arrive(request.request_id, meter.now)
             most, n = request.max_num_tokens - len(request.prompt_token_ids), request.num_sequences
-            rows[request.request_id] = TraceRow(meter.now, len(request.prompt_token_ids), 1, max(most, 1), n)
+            row = TraceRow(meter.now, len(request.prompt_token_ids), 1, max(most, 1), n)
+            rows[request.request_id] = dataclasses.replace(row, beams=request.beams and n in PARENTS)
         elif isinstance(event, Planned) and batch and batch.rows:
             meter.step(batch)
             if observe:
@@ -134,7 +149,7 @@ def replay(
         for sequence in released:
             row, num_output = rows[sequence.group.request_id], len(sequence.output_token_ids)
             if num_output > row.output:
-                rows[sequence.group.request_id] = TraceRow(row.arrival, row.input, num_output, row.max_tokens, row.n)
+                rows[sequence.group.request_id] = dataclasses.replace(row, output=num_output)
     return meter.figures(), list(rows.values())
 
 

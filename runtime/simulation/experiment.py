@@ -31,6 +31,7 @@ class Load:
     seconds: float
     n: int = 1
     prefix: int = 0
+    beams: bool = False
 
     def run(self, setup: Setup, seed: int, scale: float, costs: StepCosts | None = None) -> Figures:
         """Averages leave out the first third, in which the queue fills."""
@@ -45,6 +46,7 @@ class Load:
             max_model_len=setup.max_model_len,
             n=self.n,
             prefix=self.prefix,
+            beams=self.beams,
         )
         return simulate(trace, setup, costs, warmup=seconds / 3, horizon=seconds)
 

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from pagegen.errors import ConfigError
+from pagegen.runtime.simulation.beams import check_width
 
 MIN_TOKENS = 4  # shorter prompts and outputs are drawn again, as vLLM's benchmark leaves them out of ShareGPT
 _FIXED = re.compile(r"fixed:(\d{1,9})x(\d{1,9})", re.ASCII)
@@ -25,7 +26,7 @@ MAX_TOKENS = 1 << 24  # of a prompt or an output: the simulator holds a prompt's
 class TraceRow:
     """A request: it arrives after `arrival` seconds with `input` prompt tokens, and each of its `n` samples will have
     `output` tokens. It may ask for `max_tokens`, None being all that the model has room for. The first `prefix` tokens of
-    the prompt are those of every other request too.
+    the prompt are those of every other request too. With `beams` its n sequences are those of a beam search.
     """
 
     arrival: float
@@ -34,6 +35,7 @@ class TraceRow:
     max_tokens: int | None = None
     n: int = 1
     prefix: int = 0
+    beams: bool = False
 
     def __post_init__(self) -> None:
         for name in ("input", "output", "n"):
@@ -46,6 +48,10 @@ class TraceRow:
         prefix = self.prefix
         if isinstance(prefix, bool) or not isinstance(prefix, int) or not 0 <= prefix < self.input:
             raise ConfigError(f"trace: prefix={prefix!r} is no whole number from 0 to below input={self.input}")
+        if not isinstance(self.beams, bool):
+            raise ConfigError(f"trace: beams={self.beams!r} is not true or false")
+        if self.beams:
+            check_width(self.n)
         if cap is not None and (isinstance(cap, bool) or not isinstance(cap, int) or cap < self.output):
             raise ConfigError(f"trace: max_tokens={cap!r} is no whole number from output={self.output} on")
 
@@ -124,6 +130,7 @@ def synthesize(
     max_model_len: int = 2048,
     n: int = 1,
     prefix: int = 0,
+    beams: bool = False,
 ) -> list[TraceRow]:
     """Poisson arrivals of `rate` requests a second (inf: all at once) with lengths of LENGTHS or `fixed:INxOUT`.
 
@@ -138,7 +145,7 @@ def synthesize(
         arrival += rng.expovariate(rate) if rate < math.inf else 0.0
         num_input, num_output = _draw(lengths, rng, max_model_len - prefix)
         most = num_output if lengths.bounded else None
-        rows.append(TraceRow(arrival, prefix + num_input, num_output, most, n, prefix))
+        rows.append(TraceRow(arrival, prefix + num_input, num_output, most, n, prefix, beams))
     return rows
 
 

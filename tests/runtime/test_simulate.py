@@ -17,9 +17,10 @@ from pagegen.errors import ConfigError
 from pagegen.runtime.policies import MEMORY_POLICIES
 from pagegen.runtime.scheduler import Preemption
 from pagegen.runtime.scheduling import POLICIES
-from pagegen.runtime.scheduling.events import Planned, SchedulerEvent
+from pagegen.runtime.scheduling.events import Added, Planned, SchedulerEvent
 from pagegen.runtime.simulate import replay, simulate
 from pagegen.runtime.simulation.batches import BatchSampler, point_name
+from pagegen.runtime.simulation.beams import PARENTS, SimulatedBeams
 from pagegen.runtime.simulation.costs import StepCosts
 from pagegen.runtime.simulation.experiment import Load, experiment
 from pagegen.runtime.simulation.figures import CHAT, FIGURES, find_figure
@@ -127,6 +128,33 @@ def test_every_request_ends_at_its_length_under_every_policy(policy: str, memory
 def test_samples_share_their_prompt_in_full_blocks() -> None:
     figures = simulate([TraceRow(0.0, 64, 1 << 4, n=4)], Setup())  # 4 blocks of prompt, one or two of each sample's own
     assert 3 * 4 / (4 + 3 * 4 + 4 * 2) <= figures.saved_share <= 3 * 4 / (4 * 4 + 4)
+
+
+@pytest.mark.parametrize("width", PARENTS)
+def test_beams_share_more_than_samples_and_a_recorded_search_repeats(width: int) -> None:
+    """Two full blocks of the prompt and nothing else are shared by samples."""
+    setup, log = Setup(num_blocks=400, block_size=4), list[SchedulerEvent]()
+    rows = [TraceRow(0.0, 9, 40, 40, width, beams=beams) for beams in (False, True)]
+    samples, beams = (simulate([row], setup, recorder=log.append) for row in rows)
+    assert beams.saved_share > samples.saved_share > 0
+    assert beams.num_computed_tokens == samples.num_computed_tokens == 9 + width * 39
+    begin = next(i for i, event in enumerate(log) if isinstance(event, Added) and event.request.beams)
+    figures, (row,) = replay(setup, log[begin:])
+    assert row == rows[1] and figures.saved_share == beams.saved_share
+
+
+@given(st.sampled_from(list(PARENTS)), st.text())
+@settings(max_examples=30, deadline=None, derandomize=True)
+def test_simulated_beams_keep_their_place_if_they_have_a_child(width: int, request_id: str) -> None:
+    search = SimulatedBeams(request_id, width)
+    for _ in range(50):
+        search.step()
+        assert all(search.parents[parent] == parent for parent in search.parents)
+
+
+def test_beams_of_a_number_that_was_not_counted_are_refused() -> None:
+    with pytest.raises(ConfigError, match="trace: 7 beams cannot be simulated; allowed: 2, 4, 6"):
+        TraceRow(0.0, 9, 9, n=7, beams=True)
 
 
 def test_what_does_not_fit_the_pool_is_refused_in_one_line() -> None:

@@ -290,7 +290,8 @@ def rotated_tolerance(spec: KernelSpec, x: torch.Tensor, weight: torch.Tensor | 
 def store_tolerance(spec: KernelSpec, dtype: DType, values: torch.Tensor, error: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
     """Bound after the store of `values` (off by `error`) as `dtype`, divided by `scale`: two neighbours of the grid."""
     if scale is None:
-        return error + torch.finfo(TORCH_DTYPES[dtype]).eps * (values.abs() + error)
+        info = torch.finfo(TORCH_DTYPES[dtype])
+        return error + info.eps * (values.abs() + error).clamp(min=info.smallest_normal)  # subnormals stand as far apart
     step = scale.double()[..., None].abs()
     if dtype in (DType.INT8, DType.INT4):
         return 2 * error + step * (1 + 2.0**-16)

@@ -17,7 +17,7 @@ from pagegen.check.compare import compare, expected, invoke, written
 from pagegen.check.grid import probe
 from pagegen.check.pool import Tensors
 from pagegen.check.tensors import arguments, materialise
-from pagegen.check.tolerance import U32, Bounded, bounded_score_mod
+from pagegen.check.tolerance import U32, Bounded, bounded_score_mod, store_tolerance
 from pagegen.kernel import NO_ATTEND_EXTRAS, TORCH_DTYPES
 from pagegen.reference import ReferenceKernels, evaluate_score_mod
 from pagegen.spec import DType, KernelSpec, Op
@@ -172,6 +172,14 @@ def test_a_weight_below_the_normal_numbers_may_be_none() -> None:
     assert compare(case, written(case, tensors)) is None
     tensors["out"][0, 0] = 2.0**-120
     assert str(compare(case, written(case, tensors))).startswith("out[0, 0, ")
+
+
+@pytest.mark.parametrize("dtype", [DType.FP16, DType.BF16])
+def test_numbers_below_the_normal_ones_may_be_stored_as_either_neighbour(dtype: DType) -> None:
+    least = torch.finfo(TORCH_DTYPES[dtype]).smallest_normal * torch.finfo(TORCH_DTYPES[dtype]).eps
+    value = torch.tensor([7.5 * least], dtype=torch.float64)  # the reference goes to 7, arithmetic that is off to 8
+    bound = store_tolerance(spec_of("fp16"), dtype, value, torch.zeros(1, dtype=torch.float64), None)
+    assert least <= bound.item() < 2 * least
 
 
 def test_where_nothing_can_be_promised_nothing_is() -> None:

@@ -97,16 +97,18 @@ def _cpp_attend_space(spec: KernelSpec, target: Target) -> ConfigSpace:
 
     too_large = Constraint(fits, "the rows of one work item exceed 8 MiB a thread; lower tile_q or tile_kv")
     if uses_matrix(spec, target):
-        tile_kv = 256 if max(spec.head_dim, spec.dim_v) <= 128 else 128
+        tile_kv = 512 if max(spec.head_dim, spec.dim_v) <= 128 else 128
+        few = Knob("tile_few", (64, 128, 256), 128, "the same where an item has few rows, as in decode")
         tile_q = 1 << (256 // group).bit_length() - 1  # packing K and V is shared by up to 256 rows
         return ConfigSpace(
             (
                 power_of_two("tile_kv", 32, 512, tile_kv, "tokens of one online-softmax step"),
                 power_of_two("tile_q", 1, 256, tile_q, "query tokens of one work item in prefill"),
                 power_of_two("split_kv", 256, 8192, 1024, "tokens of one work item in decode; the parts are combined"),
+                *(() if spec.deterministic else (few,)),  # deterministic: decode and prefill take the same tiles
                 Knob("prefetch", (0, 1, 2), 1, "tiles ahead that are prefetched through the block table"),
             ),
-            (too_large,),
+            (too_large, Constraint(lambda v: int(v.get("tile_few", 0)) <= int(v["tile_kv"]), "tile_few exceeds tile_kv")),
         )
 
     return ConfigSpace(

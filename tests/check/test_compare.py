@@ -149,3 +149,15 @@ def test_a_report_is_json() -> None:
 
 def test_callables_can_be_checked_one_op_at_a_time() -> None:
     assert check_calls({Op.ATTEND: ReferenceKernels(SPEC).attend}, [CASE]) == []
+
+
+def test_values_inside_rotated_keys_may_be_off_as_far_as_the_keys() -> None:
+    fields = {"q_heads": 2, "kv_heads": 1, "head_dim": 16, "head_dim_v": 8, "dtype": "fp32", "block_size": 4}
+    spec = KernelSpec.from_dict({**fields, "v_in_k": True, "rope": "neox", "rotary_dim": 16})
+    case = Case("rotated", Op.WRITE_KV, spec, (3,), (3,))
+    outputs = outputs_of(case)
+    written = outputs["k_cache"].isfinite() & (outputs["k_cache"] != 0)
+    outputs["k_cache"][written] = outputs["k_cache"][written].nextafter(torch.tensor(9.0))
+    assert compare(case, outputs) is None
+    outputs["k_cache"][written] *= 1.01
+    assert "is off" in (compare(case, outputs) or "")

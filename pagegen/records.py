@@ -42,6 +42,7 @@ class Evaluation:
     score: float | None = None
     timings: Mapping[str, Timing] = dataclasses.field(default_factory=dict)  # workload point -> timing
     environment: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    conditions: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # what the timing was given, what disturbed it
     seconds: float = 0.0  # what the evaluation itself took
     gate_seconds: float = 0.0  # of these the gate's, after compilation
 

@@ -11,13 +11,18 @@ from pagegen.kernel import PagedKernels
 from pagegen.spec import KernelSpec, Phase
 from pagegen.target import Target
 from pagegen.tuning.baselines import SdpaBaselines
+from pagegen.tuning.machine import Disturbance
 from pagegen.tuning.measure import Interval, Measurement, geomean_of_medians, measure, stopwatch_for
+from pagegen.tuning.roofline import Roofline
 from pagegen.tuning.workload import Inputs, Point, Pool, Workload, cold_bytes_on
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Row:
-    """One contender on one batch. `ratio` is its time over the anchor's, so above 1 the anchor is faster."""
+    """One contender on one batch. `ratio` is its time over the anchor's, so above 1 the anchor is faster.
+
+    `roofline` is the least time that this machine's measured limits allow, over the time taken; None if they are not known.
+    """
 
     phase: Phase
     point: str
@@ -27,16 +32,22 @@ class Row:
     gbs: float  # 1e9 bytes of K and V a second, each counted once however often a kernel reads it
     gflops: float  # 1e9 operations a second of those the mathematics needs
     rounds: int
+    roofline: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         return dataclasses.asdict(self) | {"phase": self.phase.value}
 
 
-def rows_of(spec: KernelSpec, phase: Phase, measured: Mapping[Point, Measurement]) -> list[Row]:
+def rows_of(
+    spec: KernelSpec, phase: Phase, measured: Mapping[Point, Measurement], roofline: Roofline | None = None
+) -> list[Row]:
     """A row for every batch and contender, the anchor first."""
     rows = []
     for point, measurement in measured.items():
+        setting, floor = measurement.setting, None
+        if roofline and setting:
+            floor = roofline.floor(spec, point, setting.threads, setting.rotated_bytes)
         for name in sorted(measurement.seconds, key=lambda name: name != measurement.anchor):
             taken = measurement.timing(name)
             rows.append(
@@ -49,6 +60,7 @@ def rows_of(spec: KernelSpec, phase: Phase, measured: Mapping[Point, Measurement
                     point.kv_bytes(spec) / taken.median / 1e9,
                     point.flops(spec) / taken.median / 1e9,
                     taken.rounds,
+                    floor / taken.median if floor else None,
                 )
             )
     return rows
@@ -64,6 +76,48 @@ def typical(measured: Mapping[Point, Measurement], name: str) -> Interval:
     return geomean_of_medians([m.seconds[name] for m in measured.values()], [point.weight for point in measured])
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Conditions:
+    """What the timings of a contest ran under."""
+
+    warm: bool
+    rotated_bytes: tuple[int, int]  # of the batch with the least, with the most
+    threads: int
+    pinned: bool
+    huge_pages: float | None
+    disturbance: Disturbance
+
+    @classmethod
+    def of(cls, measured: Sequence[Measurement]) -> Conditions | None:
+        """Those of some measurements; None if they do not say."""
+        settings = [m.setting for m in measured if m.setting]
+        if not settings:
+            return None
+        rotated = [setting.rotated_bytes for setting in settings]
+        shares = [setting.huge_pages for setting in settings if setting.huge_pages is not None]
+        return cls(
+            warm=settings[0].warm,
+            rotated_bytes=(min(rotated), max(rotated)),
+            threads=settings[0].threads,
+            pinned=all(setting.pinned for setting in settings),
+            huge_pages=min(shares, default=None),
+            disturbance=Disturbance.over([m.disturbance for m in measured]),
+        )
+
+    @property
+    def line(self) -> str:
+        """One line for people."""
+        least, most = (size >> 20 for size in self.rotated_bytes)
+        kv = "warm KV" if self.warm else f"calls in turn over {least} MiB of KV" + (f" to {most} MiB" if most > least else "")
+        pages = "" if self.huge_pages is None else f", {self.huge_pages:.0%} of it in 2 MiB pages"
+        pinned = "each pinned to a core" if self.pinned else "not pinned"
+        return f"{kv}{pages}; threads: {self.threads}, {pinned}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return dataclasses.asdict(self)
+
+
 def bench(
     contenders: Mapping[str, PagedKernels],
     target: Target,
@@ -71,25 +125,30 @@ def bench(
     *,
     with_sdpa: bool,
     seconds: float,
+    roofline: Roofline | None = None,
     watch: Callable[[str], None] | None = None,
-) -> list[Row]:
+) -> tuple[list[Row], Conditions | None]:
     """Times loaded kernels of one spec in this process, the first contender being the anchor; `seconds` a batch."""
     anchor, first = next(iter(contenders.items()))
     device = "cpu" if target.kind == "cpu" else "cuda"
     points = tuple(point for workload in workloads for point in workload.points)
     pool = Pool.for_points(first.spec, points, cold_bytes_on(device), device)
     rows: list[Row] = []
+    taken: list[Measurement] = []
     for workload in workloads:
         for point in workload.points:
             inputs = Inputs(pool, point, warm=workload.warm)
             calls = {name: inputs.bind(kernels.attend) for name, kernels in contenders.items()}
             if with_sdpa:
                 calls |= SdpaBaselines(inputs).calls()
-            measured = measure(calls, anchor, seconds=seconds, stopwatch=stopwatch_for(device))
-            rows += rows_of(first.spec, workload.phase, {point: measured})
+            calls[anchor]()  # starts the threads that the setting speaks of
+            timed = stopwatch_for(device)
+            measured = measure(calls, anchor, seconds=seconds, stopwatch=timed, setting=inputs.setting())
+            taken.append(measured)
+            rows += rows_of(first.spec, workload.phase, {point: measured}, roofline)
             if watch:
                 watch(point.name)
-    return rows
+    return rows, Conditions.of(taken)
 
 
 def noise(rows: Sequence[Row]) -> float:
@@ -103,12 +162,16 @@ def table(rows: Sequence[Row], *, intervals: bool = False) -> tuple[list[str], l
     Words are parted by spaces, where a narrow terminal may break the line.
     """
     names = list(dict.fromkeys(row.name for row in rows))
-    columns = ["batch", f"{names[0]} us", "GB/s", "GFLOP/s", *(name.replace("_", " ") for name in names[1:])]
+    limited = any(row.roofline is not None for row in rows)
+    others = [name.replace("_", " ") for name in names[1:]]
+    columns = ["batch", f"{names[0]} us", "GB/s", "GFLOP/s", *(["of roofline"] if limited else []), *others]
     lines: dict[tuple[Phase, str], list[str]] = {}
     for row in rows:
         if row.name == names[0]:
             micro = row.seconds.median * 1e6
             cells = [row.point.replace("+", " + "), f"{micro:.{0 if micro >= 100 else 1}f}", f"{row.gbs:.1f}", f"{row.gflops:.1f}"]
+            if limited:
+                cells.append("" if row.roofline is None else f"{row.roofline:.0%}")
             lines[row.phase, row.point] = cells
         else:
             interval = f" [{row.ratio.low:.2f}, {row.ratio.high:.2f}]" if intervals else ""

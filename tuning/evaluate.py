@@ -35,6 +35,7 @@ from pagegen.space import Config
 from pagegen.spec import KernelSpec, Op, Phase
 from pagegen.target import Target, detect, parse_target
 from pagegen.tuning.baselines import SdpaBaselines
+from pagegen.tuning.contest import Conditions
 from pagegen.tuning.machine import exclusive
 from pagegen.tuning.measure import Measurement, geomean_of_medians, measure, stopwatch_for
 from pagegen.tuning.workload import Inputs, Point, Pool, Workload, cold_bytes_on
@@ -190,8 +191,15 @@ def _answer(request: _Request, pool: Pool, target: Target, kernels: dict[Config,
     if request.with_sdpa:
         calls |= SdpaBaselines(inputs).calls()
     timed = stopwatch_for(pool.device)
-    # The tuner holds the machine's lock: a wait for it must not look like a candidate that hangs.
-    return measure(calls, request.anchor, seconds=request.seconds, stopwatch=timed, lock=contextlib.nullcontext())
+    calls[request.anchor]()  # starts the threads that the setting speaks of
+    return measure(
+        calls,
+        request.anchor,
+        seconds=request.seconds,
+        stopwatch=timed,
+        lock=contextlib.nullcontext(),  # the tuner holds it: a wait for it must not look like a candidate that hangs
+        setting=inputs.setting(),
+    )
 
 
 # --- the evaluator ---------------------------------------------------------------------------------------------------
@@ -278,4 +286,6 @@ class Evaluator:
                 return Evaluation(Status.RUN_ERROR, values, f"{point.name}: {error}")
         score = geomean_of_medians([m.ratios(name) for m in measured], [point.weight for point in points])
         timings = {point.name: m.timing(name) for point, m in zip(points, measured, strict=True)}
-        return Evaluation(Status.PASSED, values, score=score.median, timings=timings)
+        conditions = Conditions.of(measured)
+        known = conditions.to_dict() if conditions else {}
+        return Evaluation(Status.PASSED, values, score=score.median, timings=timings, conditions=known)

@@ -23,10 +23,11 @@ from pagegen.render import render
 from pagegen.space import Config
 from pagegen.spec import KernelSpec, Op, Phase, parse_slug
 from pagegen.target import Target, parse_target, require_present
-from pagegen.tuning.contest import Row, noise, overall, rows_of, typical
+from pagegen.tuning.contest import Conditions, Row, noise, overall, rows_of, typical
 from pagegen.tuning.evaluate import Evaluator
-from pagegen.tuning.measure import Interval
+from pagegen.tuning.measure import Interval, Measurement
 from pagegen.tuning.report import write_report
+from pagegen.tuning.roofline import Roofline, measure_roofline
 from pagegen.tuning.search import BucketStudy, Progress, search, share_trials
 from pagegen.tuning.storage import export_jsonl, open_storage
 from pagegen.tuning.workloads import Selection, select
@@ -34,6 +35,7 @@ from pagegen.tuning.workloads import Selection, select
 FINALISTS = 3
 FINAL_SECONDS = 0.3  # a batch, all finalists together
 CONTEST_SECONDS = 0.5  # a batch, winner, default and baselines together
+ROOFLINE_SECONDS = 1.0
 TUNED, DEFAULT = "tuned", "default"
 
 
@@ -47,6 +49,7 @@ class Winner:
     seconds: Interval  # of one call, weighted geometric mean over the bucket's batches
     speedup: Interval  # the default's time over the winner's, on data that did not choose the winner
     confirmed: bool  # whether the interval of the speed-up excludes no gain
+    roofline: float | None = None  # share of what the machine allows, geometric mean over the batches; None: not known
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -59,6 +62,7 @@ class Winner:
             "speedup": self.speedup.median,
             "speedup_interval": [self.speedup.low, self.speedup.high],
             "confirmed": self.confirmed,
+            "roofline": self.roofline,
         }
 
 
@@ -71,6 +75,7 @@ class TuneResult:
     report: Path
     winners: tuple[Winner, ...]
     rows: tuple[Row, ...]
+    conditions: Conditions | None
     document: Mapping[str, Any]
 
 
@@ -125,7 +130,8 @@ def tune(
                 "lost": sum(found.lost for found in studies.values()),
             }
             names = {name: found.name for name, found in studies.items()}
-        winners, rows = _decide(evaluator, finalists)
+        roofline = measure_roofline(where, seconds=ROOFLINE_SECONDS) if where.kind == "cpu" else None
+        winners, rows, conditions = _decide(evaluator, finalists, roofline)
     counts = Counter(found.status for evaluations in records.values() for _, found in evaluations)
     gated = [found.gate_seconds for evaluations in records.values() for _, found in evaluations if found.gate_seconds]
     document: dict[str, Any] = {
@@ -142,13 +148,15 @@ def tune(
         "gate": {"median": statistics.median(gated), "longest": max(gated)} if gated else None,  # seconds, after compilation
         "winner": [winner.to_dict() for winner in winners],
         "noise": noise(rows),
+        "conditions": conditions.to_dict() if conditions else None,
+        "roofline": roofline.to_dict() if roofline else None,
         "rows": [row.to_dict() for row in rows],
     }
     package = _write_package(folder / "package", spec, where, evaluator.default, winners, document)
     installed = install_package(package)
     document |= {"package": str(package), "installed": str(installed), "report": str(folder / "report.md")}
-    report = write_report(folder, document, rows)
-    return TuneResult(package, installed, report, winners, rows, document)
+    report = write_report(folder, document, rows, conditions)
+    return TuneResult(package, installed, report, winners, rows, conditions, document)
 
 
 def _results_folder(out: Path | str | None, target: Target, spec: KernelSpec, selection: Selection) -> Path:
@@ -208,11 +216,12 @@ def _finalists(study: BucketStudy, default: Config) -> dict[str, Config]:
 
 
 def _decide(
-    evaluator: Evaluator, finalists: Mapping[Phase, Mapping[str, Config]]
-) -> tuple[tuple[Winner, ...], tuple[Row, ...]]:
+    evaluator: Evaluator, finalists: Mapping[Phase, Mapping[str, Config]], roofline: Roofline | None
+) -> tuple[tuple[Winner, ...], tuple[Row, ...], Conditions | None]:
     """The finalists' round chooses, the contest decides: its data did not choose, so its gain is not flattered."""
     winners: list[Winner] = []
     rows: list[Row] = []
+    taken: list[Measurement] = []
     kernels: dict[Config, str] = {evaluator.default: "attend_0"}
     for phase, configs in finalists.items():
         best = DEFAULT
@@ -232,9 +241,13 @@ def _decide(
         config = configs[best] if confirmed else evaluator.default
         kernel = kernels.setdefault(config, f"attend_{len(kernels)}")
         speedup = gain if confirmed else Interval(1.0, 1.0, 1.0)
-        winners.append(Winner(phase, config, kernel, typical(contest, TUNED), speedup, confirmed))
-        rows += rows_of(evaluator.spec, phase, contest)
-    return tuple(winners), tuple(rows)
+        new = rows_of(evaluator.spec, phase, contest, roofline)
+        shares = [row.roofline for row in new if row.name == TUNED and row.roofline is not None]
+        reached = statistics.geometric_mean(shares) if shares else None
+        winners.append(Winner(phase, config, kernel, typical(contest, TUNED), speedup, confirmed, reached))
+        rows += new
+        taken += contest.values()
+    return tuple(winners), tuple(rows), Conditions.of(taken)
 
 
 def _write_package(

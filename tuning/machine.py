@@ -58,22 +58,22 @@ def exclusive(path: Path | None = None, say: Callable[[str], None] | None = None
 def _open(path: Path) -> int:
     """The lock file, open to every user of the machine. In a sticky folder O_CREAT is refused for another user's file."""
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
-    for attempt in range(ATTEMPTS):
+    for attempt in itertools.count():
         try:
-            return os.open(path, flags)
-        except FileNotFoundError:
+            with contextlib.suppress(FileNotFoundError):
+                return os.open(path, flags)
             with contextlib.suppress(FileExistsError):
                 handle = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o666)
                 os.fchmod(handle, 0o666)  # whatever the umask
                 return handle
         except OSError as error:
-            if not isinstance(error, PermissionError) or attempt == ATTEMPTS - 1:
+            if not isinstance(error, PermissionError) or attempt == ATTEMPTS:
                 raise ConfigError(
                     f"the timing lock {path} cannot be opened ({error.strerror}); set PAGEGEN_TIMING_LOCK to a file that "
                     "all who time on this machine can write"
                 ) from None
-            time.sleep(0.01)  # between being made and being opened to all
-    raise ConfigError(f"the timing lock {path} was removed {ATTEMPTS} times while it was opened; let it be")
+            time.sleep(0.01)  # it is being made, and opened to all in a moment
+    raise AssertionError  # it counts for ever
 
 
 def _is_still(path: Path, handle: int) -> bool:
@@ -141,6 +141,21 @@ class Disturbance:
 
 
 NO_DISTURBANCE = Disturbance()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Setting:
+    """What a timing was given: the same for all candidates of a batch."""
+
+    warm: bool  # every call read the same blocks
+    rotated_bytes: int  # of KV, which calls read in turn
+    threads: int
+    pinned: bool  # each of them to a core of its own
+    huge_pages: float | None  # share of the KV's memory that lies in pages of 2 MiB; None: not known, or a device's
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values; `Setting(**values)` is the inverse."""
+        return dataclasses.asdict(self)
 
 
 def spin() -> None:

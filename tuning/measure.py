@@ -17,7 +17,7 @@ import torch
 
 from ..errors import PagegenError
 from ..records import Timing
-from .machine import NO_DISTURBANCE, Disturbance, Watch, exclusive  # noqa: TID251  # vendored: must stay relative
+from .machine import NO_DISTURBANCE, Disturbance, Setting, Watch, exclusive  # noqa: TID251  # vendored: must stay relative
 
 CONFIDENCE = 0.95
 RESAMPLES = 1000
@@ -48,6 +48,7 @@ class Measurement:
     seconds: Mapping[str, tuple[float, ...]]
     seed: int = 0  # of the order of the calls
     disturbance: Disturbance = NO_DISTURBANCE
+    setting: Setting | None = None
 
     def timing(self, name: str) -> Timing:
         """The median call of `name`, with its interval."""
@@ -122,11 +123,13 @@ def measure(
     clock: Callable[[], float] = time.perf_counter,
     seed: int | None = None,
     lock: contextlib.AbstractContextManager[None] | None = None,
+    setting: Setting | None = None,
 ) -> Measurement:
     """Runs every candidate once a round for about `seconds` of wall time in all, while no other timing runs.
 
     A round's order is drawn, the next round goes through it backwards: what drifts evenly cancels over the two. `seed`
-    makes the orders again; by default each measurement has its own. `lock` is `exclusive()` unless the caller holds it.
+    makes the orders again; by default each measurement has its own. `lock` is `exclusive()` unless the caller holds it;
+    `setting` goes into the record.
     Raises MeasureError for times that are zero, negative or not finite.
     """
     if anchor not in candidates:
@@ -154,7 +157,7 @@ def measure(
         bad = next((value for value in values if not (math.isfinite(value) and value > 0)), None)
         if bad is not None:
             raise MeasureError(f"{name}: the clock measured {bad} s for one call; times must be positive and finite")
-    return Measurement(anchor, {name: tuple(values) for name, values in samples.items()}, seed, disturbance)
+    return Measurement(anchor, {name: tuple(values) for name, values in samples.items()}, seed, disturbance, setting)
 
 
 def _warm_up(call: Call, timed: Stopwatch) -> float:

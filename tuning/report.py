@@ -10,17 +10,21 @@ from typing import Any
 
 from pagegen.paths import write_atomic
 from pagegen.render import environment
-from pagegen.tuning.contest import Row, table
+from pagegen.tuning.contest import Conditions, Row, table
 from pagegen.tuning.roofline import Roofline
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 860, 520, 70, 640, 50, 460  # of the roofline plot and its frame
 
 
-def write_report(folder: Path, document: Mapping[str, Any], rows: Sequence[Row]) -> Path:
+def write_report(
+    folder: Path, document: Mapping[str, Any], rows: Sequence[Row], conditions: Conditions | None = None
+) -> Path:
     """Writes `folder`/tune.json and `folder`/report.md; returns the latter."""
     write_atomic(folder / "tune.json", json.dumps(document, indent=1, allow_nan=False) + "\n")
     columns, lines = table(rows, intervals=True)
-    text = environment().get_template("report/tune.md.jinja").render(document=document, columns=columns, lines=lines)
+    text = environment().get_template("report/tune.md.jinja").render(
+        document=document, columns=columns, lines=lines, conditions=conditions
+    )
     write_atomic(folder / "report.md", text)
     return folder / "report.md"
 

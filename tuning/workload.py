@@ -6,6 +6,7 @@ Vendored into every kernel package: relative imports, torch and the standard lib
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
@@ -21,6 +22,7 @@ from ..memory import free_bytes, huge_page_share
 from ..spec import DType, KernelSpec, Phase
 from ..target import detect
 from ..transfer import block_bytes
+from .machine import Setting, pinned_threads  # noqa: TID251  # vendored: must stay relative
 
 WORKLOAD_FORMAT = 1
 UNKNOWN_CACHE = 128 << 20  # bytes of a last-level cache that nobody tells us
@@ -179,7 +181,7 @@ class Pool:
                     tensor.fill_(value)
         self.permutation = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed)).int()
 
-    @property
+    @functools.cached_property
     def huge_pages(self) -> float | None:
         """Share of the KV's memory that lies in pages of 2 MiB; None on a device, or where it is not known."""
         if self.device != "cpu":
@@ -241,6 +243,7 @@ class Inputs:
         self.cu_seqlens_q = torch.tensor(starts, dtype=torch.int32, device=device)
         self.context_lens = torch.tensor(point.context_lens, dtype=torch.int32, device=device)
         widths = [-(-context // spec.block_size) for context in point.context_lens]
+        self.warm = warm
         copies = 1 if warm else min(MAX_COPIES, len(pool.permutation) // sum(widths))
         self.rotated_bytes = copies * sum(widths) * block_bytes(spec)
         self.extras = _extras(spec, pool, tokens, max(point.query_lens))
@@ -270,6 +273,11 @@ class Inputs:
             max_query_len=max(self.point.query_lens),
             max_context_len=max(self.point.context_lens),
         )
+
+    def setting(self) -> Setting:
+        """What a timing of this batch is given, threads that torch has started included: to be asked after a call."""
+        threads = torch.get_num_threads()
+        return Setting(self.warm, self.rotated_bytes, threads, pinned_threads() >= threads, self.pool.huge_pages)
 
     def bind(self, attend: Attend) -> Callable[[], None]:
         """`attend` on the next copy of the batch, as `measure` takes it."""

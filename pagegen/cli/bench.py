@@ -44,7 +44,7 @@ def kernel(
 ) -> None:
     """Time a package's attend on ragged batches, with cold KV in scattered blocks.
 
-    A ratio is a contender's time over the package's: above 1 the package is faster. sdpa_gather makes the paged KV
+    The roofline is measured first; a share of it is the least time that it allows over the time taken. A ratio is a contender's time over the package's: above 1 the package is faster. sdpa_gather makes the paged KV
     contiguous in every call; sdpa_gqa and sdpa_folded are given contiguous KV for nothing.
     """
     import torch
@@ -53,6 +53,7 @@ def kernel(
     from pagegen.target import detect
     from pagegen.tuning.contest import bench, table
     from pagegen.tuning.evaluate import preset
+    from pagegen.tuning.roofline import measure_roofline
 
     peers = [word for word in against.split(",") if word]
     unknown = next((word for word in peers if word not in PEERS), None)
@@ -72,12 +73,20 @@ def kernel(
             done += 1
             advance(done, point)
 
-        rows = bench(contenders, loaded.target, workloads, with_sdpa="sdpa" in peers, seconds=seconds, watch=watch)
+        roofline = measure_roofline(loaded.target) if loaded.target.kind == "cpu" else None
+        with_sdpa = "sdpa" in peers
+        rows, conditions = bench(
+            contenders, loaded.target, workloads, with_sdpa=with_sdpa, seconds=seconds, roofline=roofline, watch=watch
+        )
     if json:
         shape = {"package": loaded.name, "spec": loaded.spec.to_dict(), "target": loaded.target.name}
-        print_json({**shape, "threads": torch.get_num_threads(), "rows": [row.to_dict() for row in rows]})
+        limits = {"roofline": roofline.to_dict() if roofline else None}
+        plain = {"conditions": conditions.to_dict() if conditions else None, "rows": [row.to_dict() for row in rows]}
+        print_json({**shape, "threads": torch.get_num_threads(), **limits, **plain})
         return
-    note(
-        f"{loaded.spec.slug} on {loaded.target.name}, {torch.get_num_threads()} threads; a batch is SEQUENCESxQUERIES@CONTEXT"
-    )
+    note(f"{loaded.spec.slug} on {loaded.target.name}; a batch is SEQUENCESxQUERIES@CONTEXT")
+    if conditions:
+        note(conditions.line)
+        if conditions.disturbance.line:
+            note(conditions.disturbance.line)
     print_table(f"{loaded.name}: time of the others over the package's", *table(rows))

@@ -135,6 +135,8 @@ def show(result: TuneResult) -> None:
             f"the machine was busy: times are known to within {result.document['noise']:.0%} only, and small gains were not "
             "believed; when it is quiet, start afresh under another name: --study quiet"
         )
+    if result.conditions and result.conditions.disturbance.line:
+        note(result.conditions.disturbance.line)
     note(f"package: {result.package} (installed: generate, chat and serve find it)\nreport:  {result.report}")
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pagegen.tuning import contest, evaluate
+from pagegen.tuning import contest, evaluate, job, roofline
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -15,4 +15,7 @@ def little_memory() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for module in (contest, evaluate):
             patch.setattr(module, "cold_bytes_on", lambda device: 1 << 20)
+        patch.setattr(roofline, "cold_bytes", lambda caches, free: 1 << 22)
+        patch.setattr(roofline, "CALL_BYTES", 1 << 20)
+        patch.setattr(job, "ROOFLINE_SECONDS", 0.01)
         yield

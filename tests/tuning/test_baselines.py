@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pagegen.reference import ReferenceKernels
-from pagegen.spec import DType, KernelSpec, KVLayout
+from pagegen.spec import DType, KernelSpec, KVLayout, KVScale
 from pagegen.tuning.baselines import FORMS, SdpaBaselines
 from pagegen.tuning.workload import Inputs, Point, Pool
 
@@ -14,6 +14,15 @@ SPECS = {
     "dim-major K": KernelSpec(q_heads=4, kv_heads=2, head_dim=16, dtype=DType.FP32, layout=KVLayout.parse("HDN4")),
     "HND, own scale": KernelSpec(q_heads=4, kv_heads=1, head_dim=8, dtype=DType.FP32, layout=KVLayout.parse("HND"), scale=0.5),
     "not causal": KernelSpec(q_heads=2, kv_heads=1, head_dim=8, dtype=DType.FP32, causal=False),
+    "window": KernelSpec(q_heads=2, kv_heads=1, head_dim=8, dtype=DType.FP32, window=4),
+    "window to both sides": KernelSpec(2, 1, 8, DType.FP32, causal=False, window=3, window_right=2),
+    "int8": KernelSpec(4, 2, 16, DType.FP32, DType.INT8, block_size=5),
+    "int8 with zero points": KernelSpec(4, 2, 16, DType.FP32, DType.INT8, kv_zero=True),
+    "int4": KernelSpec(4, 2, 16, DType.FP32, DType.INT4, block_size=5, layout=KVLayout.parse("HND")),
+    "int4 with zero points": KernelSpec(4, 2, 16, DType.FP32, DType.INT4, kv_zero=True),
+    "fp8": KernelSpec(4, 2, 16, DType.FP32, DType.FP8_E4M3, layout=KVLayout.parse("HDN4")),
+    "fp8, a scale a head": KernelSpec(4, 2, 16, DType.FP32, DType.FP8_E5M2, kv_scale=KVScale.HEAD),
+    "V in K": KernelSpec(4, 1, 24, DType.FP32, head_dim_v=16, v_in_k=True),
 }
 POINTS = ("1x1@1", "3x1@17", "1x7@7", "2x3@11", "2x1@9+1x5@13+1x4@4")
 
@@ -30,6 +39,15 @@ def test_each_form_agrees_with_the_reference(spec: KernelSpec, point: str, form:
     inputs.out.fill_(float("nan"))
     call()
     torch.testing.assert_close(inputs.out, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("option", [{"soft_cap": 5.0}, {"alibi": True}, {"sinks": True}, {"mask": True}, {"score_mod": "score"}])
+def test_what_sdpa_has_no_words_for_has_no_baselines_but_is_timed(option: dict[str, object]) -> None:
+    spec, where = KernelSpec(2, 1, 8, DType.FP32, **option), Point.parse("2x3@11")  # type: ignore[arg-type]
+    inputs = Inputs(Pool.for_points(spec, (where,), num_bytes=0), where)
+    assert SdpaBaselines(inputs).calls() == {}
+    inputs.bind(ReferenceKernels(spec).attend)()
+    assert inputs.out.isfinite().all()
 
 
 def test_a_baseline_leaves_the_cache_as_it_was() -> None:

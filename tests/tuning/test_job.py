@@ -99,7 +99,7 @@ def test_a_winner_leaves_the_default_only_for_a_gain_that_its_interval_confirms(
                 return {Point.parse("1x1@9"): Measurement(anchor, seconds)}
 
         finalists = {Phase.DECODE: {"default": space.default, "finalist 1": other}}
-        (winner,), rows = job._decide(Stub(default), finalists)  # type: ignore[arg-type]
+        (winner,), rows, _ = job._decide(Stub(default), finalists, None)  # type: ignore[arg-type]
         assert winner.confirmed is (kind == "clear")
         assert winner.config == (other if kind == "clear" else space.default)
         assert winner.kernel == ("attend_1" if kind == "clear" else "attend_0")

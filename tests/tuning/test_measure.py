@@ -1,15 +1,33 @@
 """Candidates are timed side by side; a clock that cannot be trusted is refused; intervals mean what they say."""
 
+import fcntl
 import itertools
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagegen.tuning.measure import SAMPLE_SECONDS, MeasureError, Measurement, geomean_of_medians, measure
+from pagegen.build import build_kernels
+from pagegen.spec import KernelSpec
+from pagegen.target import best_cpu
+from pagegen.tuning.measure import (
+    SAMPLE_SECONDS,
+    Call,
+    DeviceClock,
+    Interval,
+    MeasureError,
+    Measurement,
+    geomean_of_medians,
+    measure,
+)
+from pagegen.tuning.workload import Inputs, Point, Pool
 
 
 class FakeMachine:
@@ -57,6 +75,79 @@ def test_every_round_holds_every_candidate_in_changing_order() -> None:
     assert all(sorted(order) == ["a", "b", "c"] for order in rounds) and len(set(rounds)) > 1
 
 
+def test_each_measurement_has_an_order_of_its_own_which_its_seed_makes_again() -> None:
+    def order(seed: int | None) -> tuple[list[str], int]:
+        machine = FakeMachine()
+        calls = {name: machine.candidate(name, 1e-3) for name in "abcdefgh"}
+        made = measure(calls, "a", clock=machine.clock, max_rounds=5, seed=seed)
+        return machine.log[16:], made.seed
+
+    (first, seed), (second, other) = order(None), order(None)
+    assert seed != other and first != second and order(seed)[0] == first
+    assert first[8:16] == first[7::-1]  # every second round goes backwards: an even drift cancels
+
+
+def test_no_other_timing_runs_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGEGEN_TIMING_LOCK", str(tmp_path / "lock"))
+    held: list[bool] = []
+
+    def call() -> None:
+        with (tmp_path / "lock").open() as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                held.append(False)
+            except BlockingIOError:
+                held.append(True)
+
+    measure({"a": call}, "a", seconds=0.0)
+    assert all(held) and held
+
+
+class FakeDevice:
+    """torch.cuda as far as it is used: calls are enqueued, and only the stream's own clock moves with them."""
+
+    def __init__(self) -> None:
+        self.now, self.asleep = 0.0, False
+
+    def Event(self, *, enable_timing: bool) -> "FakeEvent":
+        assert enable_timing
+        return FakeEvent(self)
+
+    def _sleep(self, cycles: int) -> None:
+        assert cycles > 0
+        self.asleep = True
+
+
+class FakeEvent:
+    def __init__(self, device: FakeDevice) -> None:
+        self.device, self.at, self.waited = device, 0.0, False
+
+    def record(self) -> None:
+        assert self.device.asleep  # the host is ahead of the device
+        self.at = self.device.now
+
+    def synchronize(self) -> None:
+        self.waited = True
+
+    def elapsed_time(self, end: "FakeEvent") -> float:
+        assert end.waited
+        return (end.at - self.at) * 1e3
+
+
+def test_a_devices_time_is_that_between_two_events_of_its_stream() -> None:
+    device = FakeDevice()
+
+    def call(seconds: float) -> Call:
+        def enqueue() -> None:
+            device.now += seconds
+
+        return enqueue
+
+    calls = {"default": call(2e-3), "fast": call(1e-3)}
+    result = measure(calls, "default", seconds=0.0, stopwatch=DeviceClock(device))
+    assert result.timing("default").median == pytest.approx(2e-3) and result.ratio("fast").median == pytest.approx(0.5)
+
+
 def test_short_calls_are_repeated_within_a_sample() -> None:
     machine = FakeMachine()
     result = measure({"tiny": machine.candidate("tiny", 1e-5)}, "tiny", clock=machine.clock, max_rounds=5, seconds=1e9)
@@ -88,6 +179,86 @@ def test_an_anchor_that_is_not_measured_is_refused() -> None:
 def test_a_real_clock_gives_as_many_ratios_as_rounds() -> None:
     result = measure({"a": lambda: None, "b": lambda: None}, "a", seconds=0.0, min_rounds=7)
     assert result.timing("a").rounds == len(result.ratios("b")) == 7
+
+
+# --- what a ratio's interval is worth --------------------------------------------------------------------------------
+
+
+class NoisyMachine:
+    """A machine with neighbours: slow stretches that last for many calls, spread from call to call, and rare long stalls."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng, self.now, self.slowness = random.Random(seed), 0.0, 1.0
+
+    def candidate(self, seconds: float) -> Call:
+        def call() -> None:
+            if self.rng.random() < 0.02:
+                self.slowness = self.rng.choice((1.0, 1.2, 1.6))
+            stall = 5e-3 if self.rng.random() < 0.01 else 0.0
+            self.now += seconds * self.slowness * self.rng.lognormvariate(0.0, 0.05) + stall
+
+        return call
+
+    def ratio(self, planted: float) -> Interval:
+        calls = {"default": self.candidate(1e-3), "candidate": self.candidate(1e-3 * (1 + planted))}
+        result = measure(calls, "default", clock=lambda: self.now, seconds=1e9, max_rounds=100, seed=self.rng.getrandbits(32))
+        return result.ratio("candidate")
+
+
+def test_a_slow_down_of_5_percent_is_found_and_one_of_0_is_not() -> None:
+    found = [NoisyMachine(seed).ratio(0.05) for seed in range(20)]
+    assert all(interval.low > 1.0 for interval in found)
+    assert sum(interval.low <= 1.05 <= interval.high for interval in found) >= 18
+    nothing = [NoisyMachine(seed).ratio(0.0) for seed in range(20)]
+    assert sum(interval.low <= 1.0 <= interval.high for interval in nothing) >= 18  # 95 % intervals
+
+
+def test_two_timings_of_one_kernel_agree_within_their_intervals_in_19_of_20_repeats() -> None:
+    agreed = 0
+    for seed in range(20):
+        machine = NoisyMachine(seed)
+        first, second = machine.ratio(0.3), machine.ratio(0.3)
+        agreed += first.low <= second.high and second.low <= first.high
+    assert agreed >= 19
+
+
+BUSY = "while True: sum(range(10000))"
+
+
+@pytest.mark.long
+@pytest.mark.compiler
+def test_under_background_load_timings_agree_and_planted_slow_downs_are_told_apart() -> None:
+    """Real kernels and a real clock, beside one process more than there are cores."""
+    spec, point = KernelSpec(8, 2, 64), Point.parse("8x1@512")
+    attend = build_kernels(spec, best_cpu()).attend
+    torch.set_num_threads(1)
+    inputs = Inputs(Pool.for_points(spec, (point,), 64 << 20), point)
+    table = inputs.block_tables[0]
+
+    def slower(rows: int) -> Call:
+        """The batch, with `rows` more tokens of context in all."""
+        grown = Inputs(Pool.for_points(spec, (longer := Point((1,) * 8, (512,) * 7 + (512 + rows,)),), 0), longer)
+        return lambda: grown.run(attend, grown.block_tables[0])
+
+    neighbours = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range((os.cpu_count() or 1) + 1)]
+    try:
+        calls = {"default": lambda: inputs.run(attend, table), "same": slower(0), "slower": slower(205)}  # 5 % of 4096
+        taken = [measure(calls, "default", seconds=0.6, max_rounds=1000) for _ in range(40)]
+    finally:
+        for neighbour in neighbours:
+            neighbour.kill()
+            neighbour.wait()
+    ratios = [(m.ratio("same"), m.ratio("slower")) for m in taken]
+    pairs = list(zip(ratios[::2], ratios[1::2], strict=True))
+    agreed = sum(a.low <= b.high and b.low <= a.high for (a, _), (b, _) in pairs)
+    assert agreed >= 19, pairs
+    assert all("used by other processes" in m.disturbance.line for m in taken)
+    same = geomean_of_medians([m.ratios("same") for m in taken], [1.0] * len(taken))
+    slow = geomean_of_medians([m.ratios("slower") for m in taken], [1.0] * len(taken))
+    assert slow.low > 1.02 and abs(same.median - 1) < 0.02, (same, slow)
+
+
+# --- statistics ------------------------------------------------------------------------------------------------------
 
 
 @given(st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=30), st.integers(0, 2**31))

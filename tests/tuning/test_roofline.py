@@ -1,0 +1,110 @@
+"""The machine's limits are measured, and a batch's least time follows from them."""
+
+import json
+import re
+
+import pytest
+
+from pagegen.spec import DType, KernelSpec, parse_slug
+from pagegen.target import TARGETS, Hardware, detect
+from pagegen.tuning import roofline
+from pagegen.tuning.machine import NO_DISTURBANCE
+from pagegen.tuning.measure import Interval
+from pagegen.tuning.report import roofline_svg
+from pagegen.tuning.roofline import Limits, Roofline, level_sizes, measure_roofline, thread_counts
+from pagegen.tuning.workload import Point, cold_bytes
+
+HERE = [target for target in TARGETS if target.kind == "cpu" and target.arch in detect().isa]
+KNOWN = Roofline(
+    levels={"L2": {1: 1000}, "L3": {1: 10_000}, "memory": {1: 10**6}},
+    bandwidth={level: {1: Interval(rate, rate, rate)} for level, rate in (("L2", 100.0), ("L3", 20.0), ("memory", 10.0))},
+    fp32={1: Interval(50.0, 49.0, 51.0)},
+    bf16={1: Interval(400.0, 390.0, 410.0)},
+    disturbance=NO_DISTURBANCE,
+)
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("target", HERE, ids=lambda target: target.arch)
+def test_a_call_of_the_peaks_says_what_it_computed(target: object) -> None:
+    loops = Limits(target)  # type: ignore[arg-type]
+    lanes = {"avx512": 16, "avx2": 8}.get(target.arch, 4)  # type: ignore[attr-defined]
+    assert loops.fma(2, steps=10) == 10 * 12 * lanes * 2 * 2
+    assert loops.amx(1, steps=10) in (0, 10 * 4 * 16384)
+
+
+@pytest.mark.compiler
+def test_every_level_and_number_of_threads_is_measured() -> None:
+    found = measure_roofline(seconds=0.01)
+    counts = thread_counts(detect().threads)
+    assert list(found.levels) == [*detect().caches, "memory"]
+    for values in (*found.bandwidth.values(), found.fp32):
+        assert list(values) == counts and all(0 < rate.low <= rate.median <= rate.high for rate in values.values())
+    assert Roofline.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+
+
+def test_levels_are_read_where_they_are_and_the_last_cache_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roofline, "cold_bytes", cold_bytes)  # the real one
+    hardware = Hardware("x", (), 2, 2, None, {"L1d": 48 << 10, "L2": 2 << 20, "L3": 300 << 20})
+    sizes = level_sizes(hardware, 2, None)
+    assert sizes["L1d"] == 48 << 10 and sizes["L2"] == 2 << 20  # half of each core's
+    assert 2 * sizes["L2"] <= sizes["L3"] <= 75 << 20
+    assert list(sizes) == ["L1d", "L2", "L3", "memory"] and list(sizes.values()) == sorted(sizes.values())
+    assert list(level_sizes(Hardware("x", (), 1, 1, None, {}), 1, None)) == ["memory"]
+
+
+@pytest.mark.parametrize(("threads", "counts"), [(1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (8, [1, 2, 4, 8])])
+def test_threads_double_up_to_all(threads: int, counts: list[int]) -> None:
+    assert thread_counts(threads) == counts
+
+
+def test_a_batch_takes_its_bytes_or_its_operations_whichever_is_longer() -> None:
+    spec = KernelSpec(4, 2, 8, DType.FP32, block_size=4)
+    decode, prefill = Point.parse("1x1@16"), Point.parse("1x64@64")
+    moved = decode.kv_bytes(spec) + decode.io_bytes(spec)
+    assert KNOWN.floor(spec, decode, 1, resident=10**6) == moved / 10.0
+    assert KNOWN.floor(spec, decode, 1, resident=10**9) == moved / 10.0
+    assert KNOWN.floor(spec, decode, 1, resident=900) == max(moved / 100.0, decode.flops(spec) / 50.0)
+    assert KNOWN.floor(spec, prefill, 1, resident=900) == prefill.flops(spec) / 50.0
+    assert KNOWN.peak(DType.BF16, 1) == 400.0 and KNOWN.peak(DType.FP16, 1) == 50.0
+
+
+SPECS = {
+    "plain": ("fp32-d16-h6x2-b5-NHD", 2 * 2 * 16 * 4),
+    "int4, scales of 4 bytes each": ("bf16-d16-h4x2-b4-NHD-kvint4", 2 * 2 * (8 + 4)),
+    "int8": ("bf16-d16v8-h4x2-b4-NHD-kvint8", 2 * (16 + 4 + 8 + 4)),
+    "fp8, one scale for all": ("bf16-d16-h4x2-b4-NHD-kvfp8_e4m3", 2 * 2 * 16),
+}
+
+
+@pytest.mark.parametrize(("slug", "per_token"), SPECS.values(), ids=SPECS)
+def test_bytes_of_a_key_are_counted_exactly(slug: str, per_token: int) -> None:
+    spec = parse_slug(slug)[0]
+    assert Point.parse("2x1@7+1x3@5").kv_bytes(spec) == (7 + 7 + 5) * per_token
+
+
+def test_zero_points_and_latent_caches_are_counted() -> None:
+    zero = parse_slug("bf16-d16-h4x2-b4-NHD-kvint8")[0].replace(kv_zero=True)
+    assert Point.parse("1x1@7").kv_bytes(zero) == 7 * 2 * 2 * (16 + 8)
+    latent = KernelSpec(16, 1, 576, head_dim_v=512, v_in_k=True, block_size=16)
+    assert Point.parse("1x1@7").kv_bytes(latent) == 7 * 576 * 2  # V is a part of K, which is read once
+    assert Point.parse("1x1@7").flops(latent) == 2 * 7 * 16 * (576 + 512)
+    assert Point.parse("1x1@7").io_bytes(latent) == 16 * (576 + 512) * 2
+
+
+def test_a_window_leaves_keys_out_of_bytes_and_operations() -> None:
+    spec = KernelSpec(2, 1, 8, DType.FP32, window=4, block_size=4)
+    point = Point.parse("1x3@10")  # rows at 7, 8 and 9 see four keys each; together keys 4 to 9
+    assert point.kv_bytes(spec) == 6 * 2 * 8 * 4 and point.flops(spec) == 2 * 12 * 2 * 16
+    both = spec.replace(causal=False, window_right=1)
+    assert point.flops(both) == 2 * (5 + 5 + 4) * 2 * 16 and point.kv_bytes(both) == 6 * 2 * 8 * 4
+    assert Point.parse("1x3@3").flops(spec.replace(window=None)) == 2 * 6 * 2 * 16
+
+
+def test_the_plot_shows_every_batch_within_its_frame() -> None:
+    dots = [("decode", 3.0, 25.0, "a batch"), ("decode", 0.1, 2.0, "another"), ("prefill", 500.0, 300.0, "a third")]
+    svg = roofline_svg(KNOWN, 1, dots)
+    centres = [tuple(map(float, found)) for found in re.findall(r'<circle cx="([\d.]+)" cy="([\d.]+)"[^/]*><title>', svg)]
+    assert len(centres) == 3 and all(70 <= x <= 640 and 50 <= y <= 460 for x, y in centres)
+    assert centres[0][0] > centres[1][0] and centres[0][1] < centres[1][1]  # further right, and higher
+    assert "memory: 0 GB/s" in svg and "bf16 AMX" in svg

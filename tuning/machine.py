@@ -104,6 +104,7 @@ class Disturbance:
     others: float = 0.0  # used by other processes
     waited: float = 0.0  # share of the time that this process's threads were ready and had no core, a thread
     switches: int = 0  # times that a thread of this process was made to give up its core
+    retaken: int = 0  # samples that were thrown away because that happened in them
     drift: float = 0.0  # how much slower a fixed piece of work was in the slowest part of the time than in the fastest
 
     @property
@@ -133,7 +134,8 @@ class Disturbance:
         shares = {
             name: sum(getattr(part, name) * part.seconds for part in parts) / total for name in ("stolen", "others", "waited")
         }
-        return cls(total, **shares, switches=sum(p.switches for p in parts), drift=max(p.drift for p in parts))
+        counts = {name: sum(getattr(part, name) for part in parts) for name in ("switches", "retaken")}
+        return cls(total, **shares, **counts, drift=max(part.drift for part in parts))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; `Disturbance(**values)` is the inverse."""
@@ -180,13 +182,24 @@ class _Counters:
     switches: int
 
 
+def involuntary_switches() -> int:
+    """Times so far that a thread of this process was made to give up its core."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+
+
 class Watch:
-    """Looks at the machine's counters from its first `tick` to its last. `clock`, `work` and `proc` are for tests."""
+    """Looks at the machine's counters from when it is made. The arguments are for tests."""
 
     def __init__(
-        self, clock: Callable[[], float] = time.perf_counter, work: Callable[[], None] = spin, proc: Path = Path("/proc")
+        self,
+        clock: Callable[[], float] = time.perf_counter,
+        work: Callable[[], None] = spin,
+        proc: Path = Path("/proc"),
+        switches: Callable[[], int] | None = None,
     ) -> None:
         self._clock, self._work, self._proc = clock, work, proc
+        self.switches = switches or involuntary_switches
+        self.retaken = 0
         self._spins: list[float] = []
         self._first = self._read()
 
@@ -213,6 +226,7 @@ class Watch:
             others=max(0.0, others / total) if total else 0.0,
             waited=max(0.0, last.waited - first.waited) / seconds / min(threads, os.cpu_count() or 1) if seconds > 0 else 0.0,
             switches=last.switches - first.switches,
+            retaken=self.retaken,
             drift=self._drift(),
         )
 
@@ -237,7 +251,7 @@ class Watch:
         busy = user + nice + system + irq + softirq
         usage = resource.getrusage(resource.RUSAGE_SELF)
         own = usage.ru_utime + usage.ru_stime
-        return _Counters(time.monotonic(), busy + idle + wait + stolen, busy, stolen, own, waited, usage.ru_nivcsw)
+        return _Counters(time.monotonic(), busy + idle + wait + stolen, busy, stolen, own, waited, self.switches())
 
     def _machine(self) -> tuple[int, ...]:
         """Jiffies of all cores: user, nice, system, idle, iowait, irq, softirq, steal (proc(5)); zeros where unknown."""

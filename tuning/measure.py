@@ -23,6 +23,7 @@ CONFIDENCE = 0.95
 RESAMPLES = 1000
 SAMPLE_SECONDS = 50e-6  # a sample repeats its call until it is about this long: well above the clock's own cost
 MAX_CALLS = 64  # calls of one sample
+MAX_TAKES = 3  # of one sample that is disturbed
 
 Call = Callable[[], None]
 
@@ -124,12 +125,14 @@ def measure(
     seed: int | None = None,
     lock: contextlib.AbstractContextManager[None] | None = None,
     setting: Setting | None = None,
+    watch: Watch | None = None,
 ) -> Measurement:
     """Runs every candidate once a round for about `seconds` of wall time in all, while no other timing runs.
 
     A round's order is drawn, the next round goes through it backwards: what drifts evenly cancels over the two. `seed`
-    makes the orders again; by default each measurement has its own. `lock` is `exclusive()` unless the caller holds it;
-    `setting` goes into the record.
+    makes the orders again; by default each measurement has its own. A sample in which a thread was made to give up its
+    core is thrown away and taken again, as long as such samples are in the minority: who took the core has nothing to do
+    with the candidate. `lock` is `exclusive()` unless the caller holds it; `setting` goes into the record.
     Raises MeasureError for times that are zero, negative or not finite.
     """
     if anchor not in candidates:
@@ -141,7 +144,7 @@ def measure(
     with lock or exclusive():
         fastest = min(_warm_up(call, timed) for call in candidates.values())
         calls = min(MAX_CALLS, max(1, math.ceil(SAMPLE_SECONDS / fastest))) if fastest > 0 else 1
-        watch, begin = Watch(), clock()
+        watch, begin, taken = watch or Watch(), clock(), 0
         for done in range(max_rounds):
             if done >= min_rounds and clock() - begin >= seconds:
                 break
@@ -151,7 +154,13 @@ def measure(
                 shuffler.shuffle(order)
             watch.tick()
             for name in order:
-                samples[name].append(timed(candidates[name], calls))
+                for _ in range(MAX_TAKES):
+                    switches, value = watch.switches(), timed(candidates[name], calls)
+                    if watch.switches() == switches or watch.retaken >= taken:
+                        break
+                    watch.retaken += 1
+                samples[name].append(value)
+                taken += 1
         disturbance = watch.disturbance()
     for name, values in samples.items():
         bad = next((value for value in values if not (math.isfinite(value) and value > 0)), None)

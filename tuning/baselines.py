@@ -53,8 +53,9 @@ class SdpaBaselines:
         if not _expressible(self.spec):
             return
         self._groups = _grouped(inputs)
-        copies = [[self._gather(group, table) for group in self._groups] for table in inputs.block_tables]
-        self._turn = itertools.cycle(copies)
+        # The copies are of one table's KV: what counts is that each lies elsewhere, and that they are quickly made.
+        copies = [_copies(self._gather(group, inputs.block_tables[0]), len(inputs.block_tables)) for group in self._groups]
+        self._turn = itertools.cycle(zip(*copies, strict=True))
 
     def calls(self) -> dict[str, Callable[[], None]]:
         """Form to call, as `measure` takes them; empty if SDPA cannot say what the spec says."""
@@ -102,6 +103,11 @@ class SdpaBaselines:
             k = _dequantised(self.spec, k, picked, scales.k_scale, scales.k_zero)
             v = _dequantised(self.spec, v, picked, scales.v_scale, scales.v_zero)
         return _contiguous(k, group), _contiguous(v, group)
+
+
+def _copies(kv: Contiguous, count: int) -> list[Contiguous]:
+    k, v = (tensor.expand(count, *tensor.shape).contiguous().unbind() for tensor in kv)
+    return list(zip(k, v, strict=True))
 
 
 def _expressible(spec: KernelSpec) -> bool:

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import math
 import random
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -179,14 +180,30 @@ def geomean_of_medians(groups: Sequence[Sequence[float]], weights: Sequence[floa
 
     Groups are resampled one by one, as they were measured. All values must be positive.
     """
-    generator = torch.Generator().manual_seed(seed)
-    total = sum(weights)
-    estimate, resampled = 0.0, torch.zeros(RESAMPLES, dtype=torch.float64)
+    generator, total = random.Random(seed), sum(weights)
+    estimate, resampled = 0.0, [0.0] * RESAMPLES
     for group, weight in zip(groups, weights, strict=True):
-        values = torch.tensor(group, dtype=torch.float64).log()
-        picks = torch.randint(len(values), (RESAMPLES, len(values)), generator=generator)
-        estimate += weight / total * float(values.quantile(0.5))
-        resampled += weight / total * values[picks].quantile(0.5, dim=1)
-    tail = (1 - CONFIDENCE) / 2
-    low, high = resampled.quantile(torch.tensor([tail, 1 - tail], dtype=torch.float64)).tolist()
+        values, share = sorted(map(math.log, group)), weight / total
+        estimate += share * statistics.median(values)
+        for i in range(RESAMPLES):
+            resampled[i] += share * _resampled_median(values, generator)
+    resampled.sort()
+    tail = round((1 - CONFIDENCE) / 2 * (RESAMPLES - 1))
+    low, high = resampled[tail], resampled[-1 - tail]
     return Interval(math.exp(estimate), math.exp(min(low, estimate)), math.exp(max(high, estimate)))
+
+
+def _resampled_median(values: Sequence[float], generator: random.Random) -> float:
+    """The median of as many picks from sorted `values`, without making them.
+
+    The picks are those at n * U of n uniform U; the k-th smallest U has the distribution Beta(k, n + 1 - k), and those above
+    it are uniform again.
+    """
+    n = len(values)
+    k = (n + 1) // 2
+    middle = generator.betavariate(k, n + 1 - k)
+    lower = values[min(n - 1, int(n * middle))]
+    if n % 2:
+        return lower
+    above = 1 - (1 - middle) * generator.random() ** (1 / (n - k))  # the smallest of n - k
+    return (lower + values[min(n - 1, int(n * above))]) / 2

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from pagegen.tuning import contest, evaluate, job, roofline
 
 
 @pytest.fixture(scope="session", autouse=True)
-def little_memory() -> Iterator[None]:
-    """KV pools of a megabyte instead of twice the last cache."""
+def little_work() -> Iterator[None]:
+    """KV pools of a megabyte instead of twice the last cache; one thread, as threads wait for each other on busy cores."""
+    torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         for module in (contest, evaluate):
             patch.setattr(module, "cold_bytes_on", lambda device: 1 << 20)

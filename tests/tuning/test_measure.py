@@ -233,8 +233,8 @@ def test_a_slow_down_of_5_percent_is_found_and_one_of_0_is_not() -> None:
     found = [NoisyMachine(seed).ratio(0.05) for seed in range(20)]
     assert all(interval.low > 1.0 for interval in found)
     assert all(interval.median == pytest.approx(1.05, abs=0.025) for interval in found)
-    nothing = [NoisyMachine(seed).ratio(0.0) for seed in range(20)]
-    assert sum(interval.low <= 1.0 <= interval.high for interval in nothing) >= 17  # 95 % intervals
+    nothing = [NoisyMachine(seed).ratio(0.0) for seed in range(40)]
+    assert sum(interval.low <= 1.0 <= interval.high for interval in nothing) >= 34  # 95 % intervals
 
 
 def test_two_timings_of_one_kernel_agree_within_their_intervals_in_19_of_20_repeats() -> None:

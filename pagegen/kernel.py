@@ -33,8 +33,10 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import math
+import struct
 import threading
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -330,20 +332,32 @@ def check_attend(
     Raises KernelError with what was got and what is expected.
     """
     num_blocks = check_cache(spec, k_cache, v_cache)
-    device, dtype = k_cache.device, TORCH_DTYPES[spec.dtype]
-    tokens, seqs = length(q), length(context_lens)
+    _check_query(spec, out, q, lse, k_cache.device)
+    _check_tables(block_table, context_lens, cu_seqlens_q, k_cache.device)
+    if extras is not NO_ATTEND_EXTRAS or _needs_extras(spec):
+        _check_attend_extras(spec, extras, num_blocks, length(q), k_cache.device)
+    return num_blocks
+
+
+def _check_query(
+    spec: KernelSpec, out: torch.Tensor, q: torch.Tensor, lse: torch.Tensor | None, device: torch.device
+) -> None:
+    dtype, tokens = TORCH_DTYPES[spec.dtype], length(q)
     check_rows("q", q, (tokens, spec.q_heads, spec.head_dim), dtype, device)
     check_rows("out", out, (tokens, spec.q_heads, spec.dim_v), dtype, device)
-    check_rows("block_table", block_table, (seqs, length(block_table, -1)), torch.int32, device)
-    check_rows("context_lens", context_lens, (seqs,), torch.int32, device)
-    check_rows("cu_seqlens_q", cu_seqlens_q, (seqs + 1,), torch.int32, device)
     if (lse is not None) != spec.lse:
         require(False, "lse tensor", "none" if lse is None else "given", "one" if spec.lse else "none (spec.lse is false)")
     if lse is not None:
         check_rows("lse", lse, (tokens, spec.q_heads), torch.float32, device)
-    if extras is not NO_ATTEND_EXTRAS or _needs_extras(spec):
-        _check_attend_extras(spec, extras, num_blocks, tokens, device)
-    return num_blocks
+
+
+def _check_tables(
+    block_table: torch.Tensor, context_lens: torch.Tensor, cu_seqlens_q: torch.Tensor, device: torch.device
+) -> None:
+    seqs = length(context_lens)
+    check_rows("block_table", block_table, (seqs, length(block_table, -1)), torch.int32, device)
+    check_rows("context_lens", context_lens, (seqs,), torch.int32, device)
+    check_rows("cu_seqlens_q", cu_seqlens_q, (seqs + 1,), torch.int32, device)
 
 
 def _needs_extras(spec: KernelSpec) -> bool:
@@ -555,8 +569,66 @@ def cache_strides(layout: KVLayout, k_cache: torch.Tensor, v_cache: torch.Tensor
     return (*k_strides(layout, k_cache), *v_strides(layout, v_cache))
 
 
+_PLAIN = struct.Struct("=Q9QQ4q6q8qqfi")  # AttendArgs up to its scales; packed in a third of the time that ctypes takes
+_ARGS_SIZE = ctypes.sizeof(AttendArgs)
+WORKSPACE_TOO_SMALL = 2  # PG_E_WORKSPACE
+MAX_LAYERS = 1024  # whose caches are remembered
+
+
+def _same(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], bool]:
+    """Says of three tensors whether they are these, in the same place and of the same shape, as when they were checked."""
+    ref_a, ref_b, ref_c = weakref.ref(a), weakref.ref(b), weakref.ref(c)
+    at_a, at_b, at_c = a.data_ptr(), b.data_ptr(), c.data_ptr()
+    shape_a, shape_b, shape_c = a.shape, b.shape, c.shape
+
+    def holds(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> bool:
+        return (
+            ref_a() is a
+            and ref_b() is b
+            and ref_c() is c
+            and (a.data_ptr(), b.data_ptr(), c.data_ptr()) == (at_a, at_b, at_c)
+            and a.shape == shape_a
+            and b.shape == shape_b
+            and c.shape == shape_c
+        )
+
+    return holds
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Layer:
+    """What a call's arguments say of the caches and the extras, checked and packed: they are looked at once."""
+
+    k_cache: weakref.ref[torch.Tensor]
+    v_cache: weakref.ref[torch.Tensor]
+    addresses: tuple[int, int]
+    shapes: tuple[torch.Size, torch.Size]
+    extras: AttendExtras
+    num_blocks: int
+    strides: tuple[int, ...]
+    tail: bytes  # AttendArgs from its scales on
+
+    def holds(self, k_cache: torch.Tensor, v_cache: torch.Tensor, extras: AttendExtras) -> bool:
+        """Whether these are they, in the same place and of the same shape; a mask is another one in each step."""
+        return (
+            self.extras is extras
+            and self.k_cache() is k_cache
+            and self.v_cache() is v_cache
+            and (k_cache.data_ptr(), v_cache.data_ptr()) == self.addresses
+            and (k_cache.shape, v_cache.shape) == self.shapes
+            and extras.mask is None
+        )
+
+
 class CppAttend(CppKernel):
     """`Attend` on a C++ library; uses torch.get_num_threads() threads."""
+
+    def __init__(self, path: Path, spec: KernelSpec, op: Op) -> None:
+        super().__init__(path, spec, op)
+        self._layers: dict[int, _Layer] = {}
+        self._are_checked: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], bool] = lambda *_: False
+        self._geometry: tuple[object, ...] = ()  # of q and out, as they were checked last
+        self._scale = spec.softmax_scale
 
     def __call__(
         self,
@@ -575,52 +647,77 @@ class CppAttend(CppKernel):
         max_context_len: int | None = None,
     ) -> None:
         spec = self.spec
-        num_blocks = check_attend(spec, out, q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, lse, extras)
-        args = AttendArgs(
-            ctypes.sizeof(AttendArgs),
-            q.data_ptr(),
-            out.data_ptr(),
-            lse.data_ptr() if lse is not None else None,
-            k_cache.data_ptr(),
-            v_cache.data_ptr(),
-            block_table.data_ptr(),
-            context_lens.data_ptr(),
-            cu_seqlens_q.data_ptr(),
-            None,
-            0,
-            q.shape[0],
-            context_lens.shape[0],
-            num_blocks,
-            block_table.shape[1],
-            q.stride(0),
-            q.stride(1),
-            out.stride(0),
-            out.stride(1),
-            lse.stride(0) if lse is not None else 0,
-            lse.stride(1) if lse is not None else 0,
-            *cache_strides(spec.kv_layout, k_cache, v_cache),
-            block_table.stride(0),
-            spec.softmax_scale if scale is None else scale,
-            torch.get_num_threads(),
-        )
-        if extras is not NO_ATTEND_EXTRAS:
-            self._pass_extras(args, extras)
-        size = self._workspace_bytes(ctypes.byref(args))
-        if size < 0:
-            self._check(-size)
-        buffer = _workspace(size)
-        args.workspace = -(-buffer.data_ptr() // 64) * 64
-        args.workspace_bytes = size
-        self._check(self._run(ctypes.byref(args)))
+        layer = self._layers.get(id(k_cache))
+        if layer is None or not layer.holds(k_cache, v_cache, extras):
+            layer = self._checked_layer(k_cache, v_cache, extras, length(q))
+        geometry = (q.shape, q.stride(), out.shape, out.stride(), q.dtype, out.dtype, q.device, out.device)
+        if geometry != self._geometry or lse is not None or spec.lse:
+            _check_query(spec, out, q, lse, k_cache.device)
+            self._geometry = geometry
+        if not self._are_checked(block_table, context_lens, cu_seqlens_q):  # by the first layer of a step
+            _check_tables(block_table, context_lens, cu_seqlens_q, k_cache.device)
+            self._are_checked = _same(block_table, context_lens, cu_seqlens_q)
+        (tokens, _, _), (q_token, q_head, _), _, (out_token, out_head, _) = geometry[:4]
+        seqs, width = block_table.shape
+        size = 0
+        while True:
+            buffer = _workspace(size)
+            workspace = -(-buffer.data_ptr() // 64) * 64
+            plain = _PLAIN.pack(
+                _ARGS_SIZE,
+                q.data_ptr(),
+                out.data_ptr(),
+                0 if lse is None else lse.data_ptr(),
+                *layer.addresses,
+                block_table.data_ptr(),
+                context_lens.data_ptr(),
+                cu_seqlens_q.data_ptr(),
+                workspace,
+                buffer.data_ptr() + buffer.numel() - workspace,
+                tokens,
+                seqs,
+                layer.num_blocks,
+                width,
+                q_token,
+                q_head,
+                out_token,
+                out_head,
+                *((0, 0) if lse is None else lse.stride()),
+                *layer.strides,
+                block_table.stride(0),
+                self._scale if scale is None else scale,
+                torch.get_num_threads(),
+            )
+            status = self._run(plain + layer.tail)
+            if status != WORKSPACE_TOO_SMALL or size:
+                break
+            size = self._workspace_bytes(plain + layer.tail)  # this thread's buffer grows, once in a while
+            if size < 0:
+                status = -size
+                break
+        self._check(status)
 
-    def _pass_extras(self, args: ctypes.Structure, extras: AttendExtras) -> None:
-        names = [name for name, _ in SCALES]
-        for name, value in zip(names, scale_arguments(self.spec, extras.scales), strict=True):
+    def _checked_layer(self, k_cache: torch.Tensor, v_cache: torch.Tensor, extras: AttendExtras, tokens: int) -> _Layer:
+        """Checks caches and extras, and remembers them for the next call."""
+        spec, num_blocks = self.spec, check_cache(self.spec, k_cache, v_cache)
+        if extras is not NO_ATTEND_EXTRAS or _needs_extras(spec):
+            _check_attend_extras(spec, extras, num_blocks, tokens, k_cache.device)
+        mask, args = extras.mask, AttendArgs()
+        for (name, _), value in zip(SCALES, scale_arguments(spec, extras.scales), strict=True):
             setattr(args, name, value)
-        args.alibi_slopes, args.sinks, args.mask = map(pointer, (extras.alibi_slopes, extras.sinks, extras.mask))
-        if extras.mask is not None:
-            args.mask_stride_token, args.mask_width = extras.mask.stride(0), extras.mask.shape[1]
+        args.alibi_slopes, args.sinks, args.mask = map(pointer, (extras.alibi_slopes, extras.sinks, mask))
+        if mask is not None:
+            args.mask_stride_token, args.mask_width = mask.stride(0), mask.shape[1]
         args.shared_prefix_len = extras.shared_prefix_len
+        strides = cache_strides(spec.kv_layout, k_cache, v_cache)
+        addresses, shapes = (k_cache.data_ptr(), v_cache.data_ptr()), (k_cache.shape, v_cache.shape)
+        references = weakref.ref(k_cache), weakref.ref(v_cache)
+        layer = _Layer(*references, addresses, shapes, extras, num_blocks, strides, bytes(args)[_PLAIN.size :])
+        if len(self._layers) >= MAX_LAYERS:
+            self._layers = {key: known for key, known in self._layers.items() if known.k_cache() is not None}
+        if len(self._layers) < MAX_LAYERS:
+            self._layers[id(k_cache)] = layer
+        return layer
 
 
 class CppWriteKV(CppKernel):

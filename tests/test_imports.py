@@ -22,7 +22,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("expression",),
     ("spec", "target"),
     ("space", "records", "kernel"),
-    ("transfer",),
+    ("transfer", "torch_op"),
     ("reference", "offsets"),
     ("catalog",),
     ("render",),

@@ -17,7 +17,7 @@ SCHEMA = (
     " Tensor cu_seqlens_q, Tensor(b!)? lse=None, float? scale=None, int? max_query_len=None, int? max_context_len=None) -> ()"
 )
 
-_library = torch.library.Library(NAMESPACE, "FRAGMENT")
+_library = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
 _bound: list[tuple[Attend, AttendExtras]] = []  # by handle; kernels live as long as the process, as their libraries do
 
 
@@ -55,7 +55,7 @@ def _nothing(*_: object, **__: object) -> None:
     """What tracing sees: `out` and `lse` are written, which the schema says."""
 
 
-_library.define(SCHEMA)
+_library.define(SCHEMA)  # type: ignore[no-untyped-call]
 for _device in ("CPU", "CUDA"):
-    _library.impl("attend", _attend, _device)
+    _library.impl("attend", _attend, _device)  # type: ignore[no-untyped-call]
 torch.library.register_fake(f"{NAMESPACE}::attend", _nothing, lib=_library)

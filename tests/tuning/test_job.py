@@ -71,8 +71,8 @@ def test_a_deterministic_spec_gets_one_kernel_for_all_batches(tmp_path: Path, mo
     other = template_for(Op.ATTEND, spec, best_cpu()).space(spec, best_cpu()).config({"tile_kv": 16})
 
     def favour(*args: Any) -> tuple[tuple[job.Winner, ...], object, object]:
-        winners, *rest = decide(*args)
-        return tuple(dataclasses.replace(winner, config=other, kernel="attend_1") for winner in winners), *rest
+        winners, rows, conditions = decide(*args)
+        return tuple(dataclasses.replace(winner, config=other, kernel="attend_1") for winner in winners), rows, conditions
 
     monkeypatch.setattr(job, "_decide", favour)
     result = tune(spec, trials=1, out=tmp_path)

@@ -140,7 +140,7 @@ class Timer:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             env={**PINNED, **os.environ, "PYTHONPATH": path},
-            start_new_session=True,  # Ctrl-C is for the tuner; it ends this process itself
+            process_group=0,  # Ctrl-C is for the tuner, which ends this process itself; a session would be scheduled apart
         )
         its.close()
         self._connection = mine

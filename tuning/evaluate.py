@@ -111,6 +111,8 @@ class Timer:
 
         Raises TimerDied if a candidate took the process with it; PagegenError for what it refuses.
         """
+        if self._process and self._process.poll() is not None:  # died in its sleep: nobody's fault
+            self.close()
         connection = self._connection or self._start()
         with exclusive():
             connection.send(_Request(configs, anchor, point, seconds, with_sdpa, warm))

@@ -3,9 +3,9 @@
 import os
 import pickle
 import signal
-import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -90,13 +90,28 @@ def test_a_crash_or_hang_while_timing_is_a_status_and_the_next_candidate_is_time
     evaluator.evaluate(Phase.DECODE, SPACE.default)  # the timing process runs now
     process = evaluator._timer._process
     assert process is not None
-    monkeypatch.setattr(module, "POINT_SECONDS", 0.5)
+    receive = evaluator._timer._receive
+
+    def interrupted(*arguments: Any) -> object:
+        """The request is on its way, the answer is not there yet."""
+        os.kill(process.pid, sent)
+        return receive(*arguments)
+
     monkeypatch.setattr(module, "POINT_TIMEOUT", 0.7)
-    threading.Timer(0.1, os.kill, (process.pid, sent)).start()
+    monkeypatch.setattr(evaluator._timer, "_receive", interrupted)
     found = evaluator.evaluate(Phase.DECODE, OTHER)
     assert found.status is status and word in found.reason and POINT.name in found.reason
     monkeypatch.undo()
     monkeypatch.setattr(module, "check_variant", lambda source: CheckReport(Status.PASSED, 1))
+    assert evaluator.evaluate(Phase.DECODE, OTHER).status is Status.PASSED
+
+
+def test_a_process_that_died_between_two_timings_is_started_again(evaluator: Evaluator) -> None:
+    evaluator.evaluate(Phase.DECODE, SPACE.default)
+    process = evaluator._timer._process
+    assert process is not None
+    process.kill()
+    process.wait()
     assert evaluator.evaluate(Phase.DECODE, OTHER).status is Status.PASSED
 
 

@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help install demo test test-long lint docs clean
+.PHONY: help install demo test test-long lint docs bench-peers clean
 
 help: ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -29,5 +29,12 @@ test-long: lint ## every test
 docs: install ## docs/cli.md from --help
 	$(BIN)/python scripts/gen_cli_docs.py
 
+bench-peers: .venv-peers/installed ## CPU attention beside torch SDPA and vLLM's kernel, in .venv-peers (about 3 GB, and hours)
+	.venv-peers/bin/python benchmarks/attention_cpu.py
+
+.venv-peers/installed: scripts/install_peers.sh
+	PYTHON=$(PYTHON) scripts/install_peers.sh .venv-peers
+	@touch $@
+
 clean: ## removes what the targets above made here (not your kernel cache)
-	rm -rf $(VENV) .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-peers .mypy_cache .ruff_cache .hypothesis

@@ -185,13 +185,15 @@ class Scheduler:
             if sequence.finish_reason is not None:
                 continue
             computed = sequence.num_computed_tokens = start + num_tokens
-            group = sequence.group
-            if computed % block_size < num_tokens and not group.request.score_prompt:  # a block is full
-                self.memory.commit(sequence.seq_id, sequence.token_ids, computed)
+            group, token_ids = sequence.group, sequence.token_ids
+            request = group.request
+            if computed % block_size < num_tokens and not request.score_prompt:  # a block is full
+                self.memory.commit(sequence.seq_id, token_ids, computed)
             if isinstance(token, int):
                 group.decoding = True
-                sequence.token_ids.append(token)
-                self._end_by(token, sequence, group)
+                token_ids.append(token)
+                if token in request.stop_token_ids or len(token_ids) >= request.max_num_tokens:
+                    self._end_by(token, sequence, group)
             elif token is None:
                 self._settle(group)
             elif isinstance(token, Branch):

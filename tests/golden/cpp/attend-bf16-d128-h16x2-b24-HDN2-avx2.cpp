@@ -510,12 +510,12 @@ inline void locate(const pg_attend_args& a, const int32_t* table, int64_t head, 
 [[maybe_unused]] inline int run_of(const Tile& tile, int i) { return std::min(tile.count - i, BLOCK - int((tile.t + i) % BLOCK)); }
 
 // Prefetches a few more tokens of the tile ahead. Called among the work on a tile: the misses of a burst of prefetches fill
-// the queue that the work's own loads stand in. To the second-level cache, whose queue is longer than the first's. Inlined
-// by force: to GCC a function that only prefetches does nothing, and its call may go.
+// the queue that the work's own loads stand in. Inlined by force: to GCC a function that only
+// prefetches does nothing, and its call may go.
 inline __attribute__((always_inline)) void fetch([[maybe_unused]] Scratch& w, int tokens = FETCH) {
   if (PREFETCH == 0) return;
   for (const int end = std::min(w.fetched + tokens, w.ahead->count); w.fetched < end; ++w.fetched) {
-    for (int byte = 0; byte < 256; byte += 64) __builtin_prefetch(reinterpret_cast<const char*>(w.ahead->v[w.fetched]) + byte, 0, 2);
+    for (int byte = 0; byte < 256; byte += 64) __builtin_prefetch(reinterpret_cast<const char*>(w.ahead->v[w.fetched]) + byte, 0, 3);
   }
 }
 

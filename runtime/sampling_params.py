@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from typing import Literal
 
 from pagegen.errors import RequestError
@@ -142,7 +143,7 @@ class SamplingParams:
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise RequestError(f"{name}={_shown(value)} is not a number", name)
-        if not -1e300 < value < 1e300:  # false for NaN too; a huge int would overflow float()
+        if not abs(value) <= sys.float_info.max:  # false for NaN too; a huge int would overflow float()
             raise RequestError(f"{name}={_shown(value)} is not a finite number", name)
         return float(value)
 

@@ -117,7 +117,7 @@ class Workload:
         """
         if values.get("format") != WORKLOAD_FORMAT:
             raise ConfigError(f"workload format {values.get('format')!r} is not known; allowed: {WORKLOAD_FORMAT}")
-        if values.get("phase") not in set(Phase):
+        if values.get("phase") not in tuple(Phase):
             raise ConfigError(f"workload phase {values.get('phase')!r} is not known; allowed: {', '.join(Phase)}")
         points = values.get("points")
         if not isinstance(points, Mapping):

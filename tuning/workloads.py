@@ -18,10 +18,12 @@ from typing import Any
 import yaml
 
 from pagegen.errors import ConfigError
+from pagegen.memory import free_bytes
 from pagegen.records import phase_of
 from pagegen.spec import KernelSpec, Phase
+from pagegen.transfer import block_bytes
 from pagegen.tuning.evaluate import MAX_KV_BYTES, PRESETS, preset
-from pagegen.tuning.workload import WORKLOAD_FORMAT, Point, Workload
+from pagegen.tuning.workload import WORKLOAD_FORMAT, Point, Workload, blocks_of
 
 MAX_POINTS = 12  # of a phase; what has more is sampled
 FIELDS = ("format", "phase", "points", "warm")
@@ -78,8 +80,21 @@ def select(word: str | None, spec: KernelSpec) -> Selection:
         raise ConfigError(f"workload {word!r} is no file, nor known; allowed: {', '.join(known)}, or a file")
     found = read_workloads(path)
     bounded = {phase: sampled(workload.within(spec, MAX_KV_BYTES), spec) for phase, workload in found.items()}
+    _check_memory(path, [point for workload in bounded.values() for point in workload.points], spec)
     name = re.sub(r"[^\w.-]", "_", path.stem)
     return Selection(name, bounded, sum(len(workload.points) for workload in found.values()))
+
+
+def _check_memory(path: Path, points: Iterable[Point], spec: KernelSpec) -> None:
+    """Raises ConfigError for a batch that cannot be held: the smallest of a phase is timed whatever its size."""
+    free = free_bytes()
+    for point in points:
+        size = blocks_of(spec, point) * block_bytes(spec) + point.io_bytes(spec)
+        if free is not None and size > free:
+            raise ConfigError(
+                f"workload {path}: point {point.name!r} takes {size / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free; "
+                "write a smaller batch"
+            )
 
 
 def sampled(workload: Workload, spec: KernelSpec, most: int = MAX_POINTS) -> Workload:

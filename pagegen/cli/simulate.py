@@ -247,6 +247,8 @@ class Job:
         if self.phase is not None and self.phase not in set(Phase):
             raise ConfigError(f"--phase {self.phase} is not known; allowed: {', '.join(Phase)}")
         if self.emit_workload is None:
+            if self.phase is not None:
+                raise ConfigError(f"--phase {self.phase} is for --emit-workload FILE; name one, or leave it out")
             return None, lambda: None
         sampler, path, phase = BatchSampler(), self.emit_workload, Phase(self.phase) if self.phase else None
         return sampler, lambda: sampler.write(path, phase)

@@ -97,6 +97,7 @@ class ApiRequest(_Model):
         """The sampling options; a field left out or null takes SamplingParams' default. Raises RequestError."""
         given = {name: value for name in _SAMPLING if (value := getattr(self, name, None)) is not None}
         if self.use_beam_search:
+            SamplingParams(**{name: given[name] for name in ("n", "best_of") if name in given})  # by the names asked with
             given["beam_width"] = given.pop("best_of", given.get("n", 1))
         max_tokens = default_max_tokens if self.max_tokens is None else self.max_tokens
         params = SamplingParams(max_tokens=max_tokens, logprobs=self.num_logprobs, **given)

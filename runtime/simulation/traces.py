@@ -12,11 +12,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from pagegen.errors import ConfigError
+from pagegen.errors import ConfigError, RequestError
 from pagegen.runtime.simulation.beams import check_width
 
 MIN_TOKENS = 4  # shorter prompts and outputs are drawn again, as vLLM's benchmark leaves them out of ShareGPT
-_FIXED = re.compile(r"fixed:(\d{1,9})x(\d{1,9})", re.ASCII)
+_FIXED = re.compile(r"fixed:([1-9]\d{0,8})x([1-9]\d{0,8})", re.ASCII)
 
 
 MAX_TOKENS = 1 << 24  # of a prompt or an output: the simulator holds a prompt's tokens
@@ -143,7 +143,7 @@ def synthesize(
     rows, arrival = list[TraceRow](), 0.0
     for _ in range(num_requests):
         arrival += rng.expovariate(rate) if rate < math.inf else 0.0
-        num_input, num_output = _draw(lengths, rng, max_model_len - prefix)
+        num_input, num_output = _draw(lengths, rng, max_model_len, prefix)
         most = num_output if lengths.bounded else None
         rows.append(TraceRow(arrival, prefix + num_input, num_output, most, n, prefix, beams))
     return rows
@@ -160,13 +160,16 @@ def _lengths(name: str) -> Lengths:
     return LENGTHS[name]
 
 
-def _draw(lengths: Lengths, rng: random.Random, max_model_len: int) -> tuple[int, int]:
+def _draw(lengths: Lengths, rng: random.Random, max_model_len: int, prefix: int) -> tuple[int, int]:
     shortest = 1 if lengths.bounded else MIN_TOKENS
     for _ in range(10_000):
         num_input, num_output = lengths.draw(rng)
-        if min(num_input, num_output) >= shortest and num_input + num_output <= max_model_len:
+        if min(num_input, num_output) >= shortest and prefix + num_input + num_output <= max_model_len:
             return num_input, num_output
-    raise ConfigError(f"hardly any request of this trace fits max_model_len={max_model_len}; raise max_model_len")
+    beside = f" beside a prefix of {prefix} tokens" if prefix else ""
+    raise ConfigError(
+        f"hardly any request of this trace fits max_model_len={max_model_len}{beside}; raise max_model_len"
+    )
 
 
 def read_trace(
@@ -189,7 +192,10 @@ def read_trace(
         lines = enumerate(text.splitlines(), 1)
         values = [(f"{path}, line {number}", _object(path, number, line)) for number, line in lines if line.strip()]
     if not values:
-        raise ConfigError(f"trace {path} holds no requests; a line is an object with input and output")
+        raise ConfigError(
+            f"trace {path} holds no requests; a line is an object with input and output, and a conversation has two turns "
+            f"of at least {MIN_TOKENS} tokens"
+        )
     if not any("arrival" in value for _, value in values):
         rng, arrival = random.Random(f"arrivals {seed}"), 0.0
         for _, value in values:
@@ -209,10 +215,16 @@ def _object(path: Path, number: int, line: str) -> dict[str, Any]:
 
 
 def _row(where: str, value: dict[str, Any]) -> TraceRow:
+    known = [field.name for field in dataclasses.fields(TraceRow)]
+    if unknown := [name for name in value if name not in known]:
+        raise ConfigError(f"{where}: trace: field {unknown[0]!r} is not known; allowed: {', '.join(known)}")
+    if missing := [name for name in ("input", "output", "arrival") if name not in value]:
+        hint = "; give every line one, or none and a rate" if missing == ["arrival"] else ""
+        raise ConfigError(f"{where}: trace: it has no {missing[0]}{hint}")
     try:
         return TraceRow(**value)
-    except (ConfigError, TypeError) as error:  # TypeError: other fields than those
-        raise ConfigError(f"{where}: {str(error).replace('TraceRow.__init__()', 'trace:')}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
 
 
 def _conversations(path: Path, text: str, count: Callable[[str], int] | None) -> list[tuple[str, dict[str, Any]]]:
@@ -228,7 +240,10 @@ def _conversations(path: Path, text: str, count: Callable[[str], int] | None) ->
     rows = []
     for number, pair in enumerate(turns, 1):
         if len(pair) == 2 and all(isinstance(turn, str) for turn in pair):
-            num_input, num_output = map(count, pair)
+            try:
+                num_input, num_output = map(count, pair)
+            except RequestError as error:  # text that is no Unicode
+                raise ConfigError(f"{path}, conversation {number}: {error}") from None
             if min(num_input, num_output) >= MIN_TOKENS and num_input <= 1024 and num_input + num_output <= 2048:
                 rows.append((f"{path}, conversation {number}", {"input": num_input, "output": num_output}))
     return rows

@@ -51,7 +51,9 @@ def test_a_recorded_run_repeats_and_can_be_tried_under_another_policy(tmp_path: 
         ("--trace", "alpaca", "--seconds", "nan"),
         ("--trace", "alpaca", "--kv-blocks", "0"),
         ("--trace", "fixed:9000x1"),
+        ("--trace", "fixed:0x8"),
         ("--trace", "alpaca", "--phase", "later"),
+        ("--trace", "alpaca", "--phase", "decode"),
         ("--trace", "alpaca", "--policy", "orca", "--policy", "default", "--record", "x.log"),
     ],
 )

@@ -65,6 +65,11 @@ def test_what_depends_on_the_vocabulary_is_checked_against_it(params: SamplingPa
     SamplingParams(stop_token_ids=(9,), logprobs=10).validate_for(10)
 
 
+def test_a_number_is_called_out_of_range_rather_than_infinite() -> None:
+    with pytest.raises(RequestError, match=r"length_penalty=1e\+308 is out of range"):
+        SamplingParams(beam_width=2, length_penalty=1e308)
+
+
 ANYTHING = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=4), st.lists(st.integers(), max_size=3)
 )

@@ -27,6 +27,7 @@ from pagegen.runtime.simulation.figures import CHAT, FIGURES, find_figure
 from pagegen.runtime.simulation.log import EventLog, decode, encode, read_log
 from pagegen.runtime.simulation.setup import NUM_SLOTS, SYSTEMS, Setup
 from pagegen.runtime.simulation.traces import TraceRow, read_trace, synthesize, write_trace
+from pagegen.runtime.weights.resolve import resolve_model
 from pagegen.spec import Phase
 from pagegen.tuning.workload import Point, Workload
 
@@ -70,6 +71,25 @@ def test_a_trace_file_is_read_by_arrival_and_a_bad_line_is_named(tmp_path: Path)
         path.write_text('{"arrival": 0, "input": 1, "output": 1}\n' + line + "\n")
         with pytest.raises(ConfigError, match="line 2"):
             read_trace(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"input": 5, "output": 3, "arrival": 1}\n{"input": 5, "output": 3}', "line 2: trace: it has no arrival; give every"),
+        ('{"output": 3}', "line 1: trace: it has no input"),
+        ('{"input": 5, "output": 3, "speed": 2}', "line 1: trace: field 'speed' is not known; allowed: arrival, input"),
+        (r'[{"conversations": [{"value": "\ud800"}, {"value": "b"}]}]', "conversation 1: prompt is not valid Unicode"),
+        ('[{"conversations": [{"value": "a"}, {"value": "b"}]}]', "a conversation has two turns of at least 4"),
+    ],
+)
+def test_a_damaged_trace_is_refused_in_words_of_the_trace(text: str, said: str, tmp_path: Path) -> None:
+    (path := tmp_path / "trace.json").write_text(text)
+    tokenizer = resolve_model("dummy:tiny").tokenizer()
+    with pytest.raises(ConfigError) as caught:
+        read_trace(path, count=lambda turn: len(tokenizer.encode(turn)))
+    assert said in str(caught.value) and "trace.json" in str(caught.value) and "\n" not in str(caught.value)
+
 
 
 def test_requests_without_arrivals_come_at_the_rate_and_conversations_are_counted(tmp_path: Path) -> None:

@@ -97,7 +97,8 @@ def test_priority_and_salt_reach_the_engine(server: Live) -> None:
 
 
 def test_the_best_of_several_cannot_be_streamed_nor_be_fewer_than_are_given(server: Live) -> None:
-    for more in ({"best_of": 2, "stream": True}, {"best_of": 2, "n": 3}):
+    few = {"best_of": 2, "n": 3}
+    for more in ({"best_of": 2, "stream": True}, few, few | {"use_beam_search": True}):
         error = refused(server.client.post("/v1/completions", json=COMPLETION | more))
         assert error["param"] == "best_of"
 

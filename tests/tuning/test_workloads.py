@@ -54,6 +54,7 @@ def test_batches_without_a_phase_belong_to_where_they_are_dispatched(tmp_path: P
         ("format: 2\npoints: {1x1@1: 1}\n", "format 2"),
         ("format: 1\nspeed: 3\npoints: {1x1@1: 1}\n", "field 'speed'"),
         ("format: 1\nphase: idle\npoints: {1x1@1: 1}\n", "'idle'"),
+        ("format: 1\nphase: [decode]\npoints: {1x1@1: 1}\n", "phase ['decode']"),
         ("format: 1\n", "points must map"),
         ("format: 1\npoints: {}\n", "points must map"),
         ("format: 1\npoints:\n  1x1@1: 1\n  8x1: 2\n", "line 4: point '8x1'"),
@@ -78,6 +79,15 @@ def test_what_is_neither_a_file_nor_known_is_refused_with_what_is(tmp_path: Path
         select(str(tmp_path / "nowhere.yaml"), SPEC)
     with pytest.raises(ConfigError, match="has no prefill batches"):
         select("decode", SPEC).only(Phase.PREFILL)
+
+
+@pytest.mark.parametrize("point", ["1x1@999999999", "60000x1@999999"])
+@pytest.mark.parametrize("slug", ["bf16-d64-h9x3-b16-NHD", "bf16-d64-h9x3-b16-NHD-w128"])
+def test_a_batch_larger_than_memory_is_refused_before_anything_is_built(point: str, slug: str, tmp_path: Path) -> None:
+    """A window bounds what is read, not what is held."""
+    path = write(tmp_path / "w.yaml", f"format: 1\npoints: {{{point}: 1}}\n")
+    with pytest.raises(ConfigError, match=rf"w\.yaml: point '{point}' takes .* GiB are free; write a smaller batch"):
+        select(str(path), parse_slug(slug)[0])
 
 
 @given(st.lists(st.tuples(st.integers(1, 2000), st.floats(0.01, 100)), min_size=1, max_size=60, unique_by=lambda p: p[0]))

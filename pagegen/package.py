@@ -317,10 +317,20 @@ def _files(root: Path) -> list[Path]:
     return sorted(path for path in found if "__pycache__" not in path.parts and path != Path(MANIFEST))
 
 
+def _is_something_else(destination: Path) -> bool:
+    """Whether there is something, and it is no package. In one look: between two it may be replaced."""
+    try:
+        return MANIFEST not in os.listdir(destination)
+    except FileNotFoundError:
+        return False
+    except NotADirectoryError:
+        return True
+
+
 @contextlib.contextmanager
 def _staged(destination: Path) -> Iterator[Path]:
     """Yields a folder that becomes `destination` when the block ends well: synced, mode 0755 and 0644, by one rename."""
-    if destination.exists() and not (destination / MANIFEST).is_file():
+    if all(_is_something_else(destination) for _ in range(3)):  # another writer may replace it just now
         raise PackageError(f"{destination} exists and is no kernel package; name another folder with --out")
     try:
         destination.parent.mkdir(parents=True, exist_ok=True)

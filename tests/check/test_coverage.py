@@ -20,7 +20,7 @@ from tests.conftest import ROOT
 PAGE = ROOT / "docs" / "coverage.md"
 CHUNK = 10  # specs of one test
 CPP, TRITON = 600, 300  # specs of a long run
-CPP_SLICE, TRITON_SLICE = 5, 4  # specs of every run
+CPP_SLICE, TRITON_SLICE = 4, 2  # specs of every run
 
 
 @functools.cache

@@ -53,7 +53,7 @@ def prove_all_triton(first: int, count: int, interpreter: Interpreter) -> None:
     choices = drawn("triton", first + count)[first:]
     outcomes = [prove_triton(choice, first + i, interpreter) for i, choice in enumerate(choices)]
     assert not [(slug(outcome.choice), outcome.failures) for outcome in outcomes if outcome.failures]
-    assert len(outcomes) == count and all(outcome.cases > 10 for outcome in outcomes)
+    assert len(outcomes) == count and all(outcome.cases > 5 for outcome in outcomes)
 
 
 def test_a_few_specs_of_cpp() -> None:

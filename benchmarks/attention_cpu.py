@@ -36,6 +36,7 @@ from pagegen.paths import write_atomic
 from pagegen.render import render
 from pagegen.spec import DType, KernelSpec, KVLayout, Op, Phase
 from pagegen.target import Target, detect, parse_target
+from pagegen.tuning.evaluate import PINNED
 from pagegen.tuning.machine import pinned_threads
 from pagegen.tuning.measure import Interval, geomean_of_medians, measure
 from pagegen.tuning.report import roofline_svg
@@ -47,7 +48,6 @@ MAX_KV_BYTES = 4 << 30
 RESIDENT_BYTES = 200 * 10**6  # from here on a batch lies in memory, whatever the caches are
 MM_SIZE = 2048  # of the matrix product that prefill is compared with
 PAGEGEN = ("pagegen", "tuned")
-PINNED = {"OMP_PROC_BIND": "close", "OMP_PLACES": "cores", "THP_MEM_ALLOC_ENABLE": "1"}
 
 HEADS = ((9, 3, 64), (32, 8, 128), (8, 1, 128), (16, 16, 64), (14, 2, 64), (32, 32, 96))
 DECODE: tuple[tuple[str, tuple[tuple[int, int, int], ...], tuple[int, ...], tuple[str, ...]], ...] = (

@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import itertools
 import math
 import struct
 import threading
@@ -569,7 +570,9 @@ def cache_strides(layout: KVLayout, k_cache: torch.Tensor, v_cache: torch.Tensor
     return (*k_strides(layout, k_cache), *v_strides(layout, v_cache))
 
 
-_PLAIN = struct.Struct("=Q9QQ4q6q8qqfi")  # AttendArgs up to its scales; packed in a third of the time that ctypes takes
+_CODES: dict[object, str] = {POINTER: "Q", ctypes.c_uint64: "Q", INT64: "q", ctypes.c_float: "f", INT32: "i"}
+# AttendArgs up to its scales; packed in a third of the time that ctypes takes.
+_PLAIN = struct.Struct("=" + "".join(_CODES[field[1]] for field in itertools.takewhile(lambda field: field[0] != SCALES[0][0], AttendArgs._fields_)))
 _ARGS_SIZE = ctypes.sizeof(AttendArgs)
 WORKSPACE_TOO_SMALL = 2  # PG_E_WORKSPACE
 MAX_LAYERS = 1024  # whose caches are remembered

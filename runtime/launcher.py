@@ -59,7 +59,8 @@ def find_kernels(spec: KernelSpec, package: Path | None = None) -> tuple[PagedKe
 
     A named package is taken or refused; without one, the newest of the user's package cache that fits the spec and this
     machine, else the default config, built. The block size of a named package and the layout of any are its own choice:
-    the runtime follows `kernels.spec`, and a deterministic package serves a spec that does not ask for it. Raises PackageError, BuildError, SpecError or ConfigError.
+    the runtime follows `kernels.spec`, and a deterministic package serves a spec that does not ask for it. Raises
+    PackageError, BuildError, SpecError or ConfigError.
     """
     if package is not None:
         named = load_package(package)

@@ -33,8 +33,9 @@ class RequestOutput:
 
     `index` tells the n apart. `token_ids`, `text` and `logprobs` hold everything so far, `new_token_ids` and
     `text_delta` what this step added. A stop token is in `token_ids`, not in `text`. `prompt_logprobs[i]` scores prompt
-    token i + 1. Each index has exactly one output with a `finish_reason`; the request's very last output has `usage`. The outputs of
-    a beam search come at its end, the best first by `score`: the sum of log-probabilities over a power of their length.
+    token i + 1. Each index has exactly one output with a `finish_reason`; the request's very last output has `usage`. The
+    outputs of a beam search come at its end, the best first by `score`: the sum of log-probabilities over a power of their
+    length.
     """
 
     request_id: str
@@ -57,7 +58,8 @@ class RequestOutput:
 class EngineStats:
     """Counters since the start, and the present. `num_computed_tokens` counts recomputed ones again.
 
-    `num_pinned_blocks` are kept for pinned prefixes, in use or not. `num_swaps` of the preemptions went to the host. `wait_reasons` says for what how many requests wait.
+    `num_pinned_blocks` are kept for pinned prefixes, in use or not. `num_swaps` of the preemptions went to the host.
+    `wait_reasons` says for what how many requests wait.
     `num_idle_slot_iterations` are slots that policy `request` kept for sequences that had ended. `preemption_costs` are
     what this machine was measured to do, once that was asked for.
     """

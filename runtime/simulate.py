@@ -120,8 +120,8 @@ def replay(
 
     Virtual time is that of `costs`: the trace holds when each request came by that clock, and how long it turned out
     (of several samples, the longest), so that another policy can be tried on it; beams whose number the simulator has no
-    shares for are samples in it. Raises ConfigError for a log that
-    does not fit itself: it was cut, changed, or written by another version of the scheduler.
+    shares for are samples in it. Raises ConfigError for a log that does not fit itself: it was cut, changed, or written by
+    another version of the scheduler.
     """
     costs = costs or StepCosts()
     scheduler = setup.scheduler(costs=_unrecorded)

@@ -15,6 +15,7 @@ import torch
 from pagegen.build.cpp import run_compiler
 from pagegen.errors import KernelError
 from pagegen.kernel import (
+    _PLAIN,
     ABI_VERSION,
     AttendArgs,
     CopyBlocksArgs,
@@ -192,3 +193,7 @@ def test_every_field_of_the_header_is_in_the_struct_in_order(struct: type[ctypes
 def test_the_header_is_c_and_cpp(tmp_path: Path) -> None:
     (tmp_path / "a.cpp").write_text(ABI.read_text() + "\nint main() { return PG_OK; }\n")
     run_compiler(["-std=c++17", "-Wall", "-Wextra", "-Werror", "a.cpp", "-o", "a"], tmp_path)
+
+
+def test_what_is_packed_by_hand_ends_where_the_structs_scales_begin() -> None:
+    assert _PLAIN.size == AttendArgs.k_scale.offset

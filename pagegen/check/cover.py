@@ -25,7 +25,7 @@ from .pool import Tensors
 
 MOVERS = (Op.COPY_BLOCKS, Op.GATHER_BLOCKS, Op.SCATTER_BLOCKS, Op.RELAYOUT)
 INTERPRETED = "cuda:sm_90"  # the text that is interpreted
-INTERPRETED_WORK = 3e5  # multiplications of one interpreted case
+INTERPRETED_WORK = 1e6  # multiplications of one interpreted case
 INTERPRETED_ROWS = 100  # of write_kv, a program each
 
 

@@ -44,8 +44,9 @@ def kernel(
 ) -> None:
     """Time a package's attend on ragged batches, with cold KV in scattered blocks.
 
-    The roofline is measured first; a share of it is the least time that it allows over the time taken. A ratio is a contender's time over the package's: above 1 the package is faster. sdpa_gather makes the paged KV
-    contiguous in every call; sdpa_gqa and sdpa_folded are given contiguous KV for nothing.
+    The roofline is measured first; a share of it is the least time that it allows over the time taken. A ratio is a
+    contender's time over the package's: above 1 the package is faster. sdpa_gather makes the paged KV contiguous in every
+    call; sdpa_gqa and sdpa_folded are given contiguous KV for nothing.
     """
     import torch
 

@@ -6,7 +6,6 @@ import concurrent.futures
 import contextlib
 import itertools
 import multiprocessing
-import os
 import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,7 +25,7 @@ from pagegen.cli._common import (
 from pagegen.cli.render import parse_settings
 from pagegen.errors import BuildError, SpecError
 from pagegen.spec import PAGED_OPS, KernelSpec, Op, parse_slug
-from pagegen.target import TARGETS, Target, parse_target
+from pagegen.target import TARGETS, Target, detect, parse_target
 
 if TYPE_CHECKING:
     from pagegen.render import Source
@@ -97,8 +96,7 @@ def compile_rows(
     with progress("compiling", len(jobs)) as advance, contextlib.ExitStack() as stack:
         found: Iterable[list[dict[str, Any]]] = map(_compile, jobs)
         if len(jobs) > POOLED:
-            processes = len(os.sched_getaffinity(0))
-            pool = concurrent.futures.ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"))
+            pool = concurrent.futures.ProcessPoolExecutor(detect().threads, multiprocessing.get_context("spawn"))
             found = stack.enter_context(pool).map(_compile, jobs)
         rows: list[dict[str, Any]] = []
         advance(0, "")

@@ -2,7 +2,7 @@
 
 A child's rank says much of its parent's: the best beam's best token makes the best child. So parents are drawn child by
 child from shares that were counted, PARENTS[width][rank of the child][rank of the parent]: SmolLM2-135M-Instruct in fp32
-on eight instructions of Alpaca's kind, 57 steps of each search. Two simplifications: a child's parent does not depend on
+on eight instructions of Alpaca's kind, 57 steps of each search (scripts/beam_parents.py). Two simplifications: a child's parent does not depend on
 the other children's, and another model or text has other shares.
 """
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import multiprocessing
-import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -17,6 +16,7 @@ from pagegen.runtime.simulation.costs import StepCosts
 from pagegen.runtime.simulation.meter import Figures
 from pagegen.runtime.simulation.setup import Setup
 from pagegen.runtime.simulation.traces import synthesize
+from pagegen.target import detect
 
 SEEDS = (0, 1, 2)
 VARIATION = 0.25  # of each constant, up and down
@@ -205,7 +205,7 @@ def experiment(
 
 
 def _in_processes(runs: Sequence[_Run], watch: Callable[[int, int], None] | None) -> list[Figures]:
-    pool = ProcessPoolExecutor(len(os.sched_getaffinity(0)), multiprocessing.get_context("spawn"))
+    pool = ProcessPoolExecutor(detect().threads, multiprocessing.get_context("spawn"))
     try:
         futures = [pool.submit(run) for run in runs]
         for done, _ in enumerate(as_completed(futures), 1):

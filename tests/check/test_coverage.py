@@ -20,7 +20,7 @@ from tests.conftest import ROOT
 PAGE = ROOT / "docs" / "coverage.md"
 CHUNK = 10  # specs of one test
 CPP, TRITON = 600, 300  # specs of a long run
-CPP_SLICE, TRITON_SLICE = 4, 2  # specs of every run
+CPP_SLICE, TRITON_SLICE = 5, 4  # specs of every run
 
 
 @functools.cache
@@ -53,7 +53,7 @@ def prove_all_triton(first: int, count: int, interpreter: Interpreter) -> None:
     choices = drawn("triton", first + count)[first:]
     outcomes = [prove_triton(choice, first + i, interpreter) for i, choice in enumerate(choices)]
     assert not [(slug(outcome.choice), outcome.failures) for outcome in outcomes if outcome.failures]
-    assert len(outcomes) == count and all(outcome.cases > 5 for outcome in outcomes)
+    assert len(outcomes) == count and all(outcome.cases > 10 for outcome in outcomes)
 
 
 def test_a_few_specs_of_cpp() -> None:

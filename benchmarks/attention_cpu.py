@@ -97,6 +97,16 @@ def default_attend(spec: KernelSpec, target: Target, values: dict[str, Any] | No
     return build(render(variant(Op.ATTEND, spec, target, config)))  # type: ignore[return-value]  # what ATTEND builds
 
 
+def matrix_product(size: int) -> Call:
+    """torch.mm of two square matrices in bf16."""
+    a, b, product = (torch.randn(size, size).to(torch.bfloat16) for _ in range(3))
+
+    def call() -> None:
+        torch.mm(a, b, out=product)
+
+    return call
+
+
 def pool_like(pool: Pool, spec: KernelSpec) -> Pool:
     """The same memory in the layout of another spec of the same sizes."""
     seen, layout = object.__new__(Pool), spec.kv_layout
@@ -132,8 +142,7 @@ def contenders(batch: Batch, target: Target, configs: list[dict[str, Any]], peer
     address, whole = memory.data_ptr(), min(kv_bytes, memory.nbytes())
     calls["read"] = lambda: loops.read(address + next(turn) % pieces * stride, whole, threads)
     if batch.phase is Phase.PREFILL:
-        a, b = (torch.randn(MM_SIZE, MM_SIZE).to(torch.bfloat16) for _ in "ab")
-        calls["torch_mm"] = lambda: torch.mm(a, b) and None
+        calls["torch_mm"] = matrix_product(MM_SIZE)
     if peers and not spec.cache_dtype.quantised:
         copies = Copies(pool, point, turn)
         calls |= sdpa_calls(copies) | vllm_calls(copies)

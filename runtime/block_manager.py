@@ -165,20 +165,30 @@ class BlockManager:
         device.num_filled += num_tokens
         return copies
 
-    def grow_in_place(self, seq_ids: Sequence[int], num_tokens: Sequence[int]) -> list[int]:
-        holdings, ref_counts, size = self._device.holdings, self._device.pool.ref_counts, self.block_size
-        others, num_grown = [], 0
+    def extend(self, seq_ids: Sequence[int], num_tokens: Sequence[int]) -> list[int]:
+        holdings, pool, size = self._device.holdings, self._device.pool, self.block_size
+        ref_counts, num_free = pool.ref_counts, pool.num_free
+        others, num_grown, num_taken = list[int](), 0, 0
         for i, (seq_id, wanted) in enumerate(zip(seq_ids, num_tokens, strict=True)):
             holding = holdings[seq_id]
             length = holding.length
-            if length >= wanted:
+            if length + 1 != wanted:
+                if length < wanted:
+                    others.append(i)
                 continue
-            if length + 1 == wanted and length % size and ref_counts[holding.table[-1]] == 1:
-                holding.length = wanted
-                num_grown += 1
-            else:
+            if not length % size:
+                if others or num_taken == num_free:
+                    others.append(i)
+                    continue
+                holding.table.append(pool.take())
+                num_taken += 1
+            elif ref_counts[holding.table[-1]] != 1:
                 others.append(i)
+                continue
+            holding.length = wanted
+            num_grown += 1
         self._device.num_filled += num_grown
+        self._device.num_entries += num_taken
         return others
 
     def fork(self, parent: int, child: int) -> list[tuple[int, int]]:

@@ -138,10 +138,11 @@ class MemoryPolicy(Protocol):
     def append(self, seq_id: int, num_tokens: int = 1) -> list[tuple[int, int]]:
         """Gives the sequence slots for its next `num_tokens` tokens; returns the copy-on-write pair, if one is due."""
 
-    def grow_in_place(self, seq_ids: Sequence[int], num_tokens: Sequence[int]) -> list[int]:
-        """Brings each sequence to `num_tokens[i]` slots where that takes no more than the next slot of a block of its
-        own; returns the positions of the others, which are for `append`. One call for all that decode: most of them
-        need nothing else in most iterations.
+    def extend(self, seq_ids: Sequence[int], num_tokens: Sequence[int]) -> list[int]:
+        """Brings each sequence to `num_tokens[i]` slots where that takes no more than its next slot, without a copy;
+        returns the positions of the others, which are for `append`. One call for all that decode.
+
+        A free block is only taken while nobody before is among the others: who comes first does not find it gone.
         """
 
     def can_fork(self, parent: int, num_children: int = 1) -> bool:

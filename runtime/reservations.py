@@ -189,7 +189,7 @@ class ReservingPolicy:
             self._expect(reservation, length)
         return []
 
-    def grow_in_place(self, seq_ids: Sequence[int], num_tokens: Sequence[int]) -> list[int]:
+    def extend(self, seq_ids: Sequence[int], num_tokens: Sequence[int]) -> list[int]:
         others = []
         for i, (seq_id, wanted) in enumerate(zip(seq_ids, num_tokens, strict=True)):
             reservation = self._reservations[seq_id]

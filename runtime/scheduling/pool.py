@@ -130,8 +130,8 @@ class RequestPool:
         while total > iteration.budget:
             total -= groups.pop().width
         sequences = [sequence for group in groups for sequence in group.active]
-        seq_ids, lengths = [s.seq_id for s in sequences], [len(s.token_ids) for s in sequences]
-        if others := self.memory.grow_in_place(seq_ids, lengths):
+        lengths = [sequence.num_computed_tokens + 1 for sequence in sequences]
+        if others := self.memory.extend([sequence.seq_id for sequence in sequences], lengths):
             needy = dict.fromkeys([sequences[i].group for i in others])  # in order
             stalled = {group for group in needy if not self.grow(group, iteration)}
             running = GroupStatus.RUNNING  # those that were preempted for another are not, and have no rows

@@ -281,14 +281,23 @@ def test_the_full_audit_names_what_the_quick_one_cannot_see() -> None:
         debugging.audit()
 
 
-def test_growth_in_place_is_only_into_the_next_slot_of_a_block_of_ones_own() -> None:
+def test_many_are_extended_at_once_while_none_needs_a_copy_or_finds_no_block() -> None:
     blocks = BlockManager(9, 4)
-    for seq_id, num_tokens in enumerate((5, 8, 6, 3)):
+    for seq_id, num_tokens in enumerate((5, 8, 6, 4, 3)):
         blocks.allocate(seq_id, *demand(num_tokens))
     blocks.fork(2, 9)
-    others = blocks.grow_in_place([0, 1, 2, 3], [6, 9, 7, 3])
-    assert others == [1, 2], "one needs a block, one a copy; the fourth has what it wants"
-    assert [blocks.num_tokens(seq_id) for seq_id in (0, 1, 2, 3, 9)] == [6, 8, 6, 3, 6]
+    others = blocks.extend([0, 1, 2, 3, 4], [6, 9, 7, 5, 3])
+    assert others == [2, 3], "one needs a copy, so the next takes no block before it; the last has what it wants"
+    assert [blocks.num_tokens(seq_id) for seq_id in (0, 1, 2, 3, 4, 9)] == [6, 9, 6, 4, 3, 6]
+    blocks.audit(full=True)
+
+
+def test_an_extension_takes_no_block_that_is_not_free() -> None:
+    blocks = BlockManager(3, 4)
+    blocks.allocate(0, *demand(4))
+    blocks.allocate(1, *demand(4))
+    assert blocks.extend([0, 1], [5, 5]) == [1]
+    assert (blocks.num_tokens(0), blocks.num_tokens(1), blocks.num_free_blocks) == (5, 4, 0)
     blocks.audit(full=True)
 
 
@@ -361,12 +370,12 @@ def test_a_swap_space_larger_than_the_pool_is_refused() -> None:
 
 
 def test_a_million_blocks_and_ten_thousand_sequences() -> None:
-    """A growth in place that scanned the pool or the sequences would take minutes here."""
+    """An extension that scanned the pool or the sequences would take minutes here."""
     blocks = BlockManager(1_000_000, 16, prefix_cache=PrefixCache(16), num_host_blocks=1000)
     for seq_id in range(10_000):
         blocks.allocate(seq_id, *demand(100))
     for _ in range(5):
-        assert blocks.grow_in_place(range(10_000), [blocks.num_tokens(seq_id) + 1 for seq_id in range(10_000)]) == []
+        assert blocks.extend(range(10_000), [blocks.num_tokens(seq_id) + 1 for seq_id in range(10_000)]) == []
         blocks.audit()
     assert blocks.split().token == 10_000 * 105
     for seq_id in range(10_000):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import uuid
 from collections.abc import Callable, Sequence
 from itertools import islice
 
@@ -92,7 +93,7 @@ class Engine:
         )
         self._requests: dict[str, EngineRequest] = {}
         self._num_steps = self._num_computed_tokens = self._num_generated_tokens = 0
-        self._num_cached_tokens = self._num_saved_blocks = self._num_pins = 0
+        self._num_cached_tokens = self._num_saved_blocks = 0
 
     @property
     def has_work(self) -> bool:
@@ -143,7 +144,7 @@ class Engine:
         never fit beside them end with that reason. Raises RequestError for a prefix that could not be computed, and
         ConfigError where nothing is cached or what is left of the pool would be too little for a request at work.
         """
-        request_id = f"pin {self._num_pins}"
+        request_id = f"pin-{uuid.uuid4().hex}"
         self.add_request(request_id, token_ids, SamplingParams(max_tokens=1, temperature=0), cache_salt=cache_salt)
         try:
             self.scheduler.pin(token_ids, cache_salt)
@@ -151,7 +152,6 @@ class Engine:
             self.abort(request_id)
             raise
         self._requests[request_id].silent = True
-        self._num_pins += 1
 
     def unpin_prefix(self, token_ids: list[int], *, cache_salt: str = "") -> None:
         """Takes one `pin_prefix` of the same tokens back. Raises ConfigError if there is none."""

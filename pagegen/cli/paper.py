@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pagegen.runtime.simulation.figures import Figure
 
 EXAMPLE = "pagegen paper fig2"
+MIN_SCALE, MAX_SCALE = 0.01, 10
 
 
 def command(
@@ -41,8 +42,8 @@ def command(
     from pagegen.runtime.simulation.plot import draw_rows, require_matplotlib
 
     found = dict(FIGURES) if figure == "all" else {figure: find_figure(figure)}
-    if not 0 < scale <= 10:
-        raise ConfigError(f"--scale {scale} is not a length of traces; allowed: above 0, up to 10")
+    if not MIN_SCALE <= scale <= MAX_SCALE:
+        raise ConfigError(f"--scale {scale} gives traces that say nothing; allowed: {MIN_SCALE} to {MAX_SCALE}")
     if plots:
         require_matplotlib()
     rows: dict[str, list[Row]] = {}

@@ -227,6 +227,8 @@ class Job:
         if log:
             log.close()
         write()
+        if figures.virtual_seconds <= self.warmup > 0:
+            raise ConfigError(f"--warmup {self.warmup:g} leaves out the whole run of {figures.virtual_seconds:.0f} s; choose less")
         return figures
 
     def repeat(self, path: Path) -> tuple[Figures, Setup, list[TraceRow]]:

@@ -47,6 +47,7 @@ def test_a_recorded_run_repeats_and_can_be_tried_under_another_policy(tmp_path: 
         ("--trace", "alpaca", "--step-base", "-1"),
         ("--trace", "alpaca", "--warmup", "nan"),
         ("--trace", "alpaca", "--warmup", "-1"),
+        ("--trace", "alpaca", "--requests", "2", "--warmup", "1e9"),
         ("--trace", "alpaca", "--seconds", "0"),
         ("--trace", "alpaca", "--seconds", "nan"),
         ("--trace", "alpaca", "--kv-blocks", "0"),

@@ -86,7 +86,7 @@ def test_what_a_bucket_is_tuned_for_is_what_its_kernel_is_given(phase: Phase) ->
 
 @pytest.mark.parametrize(
     ("changes", "word"),
-    [({"format": 2}, "format"), ({"phase": "both"}, "phase"), ({"points": []}, "points"), ({"points": {"1x1@5": "2"}}, "weight")],
+    [({"format": 2}, "format"), ({"phase": "both"}, "phase"), ({"points": []}, "points"), ({"points": {"1x1@5": "2"}}, "weight"), ({"points": {"1x1@5": 10**400}}, "weight")],
 )
 def test_a_malformed_workload_is_refused_by_field(changes: dict[str, object], word: str) -> None:
     with pytest.raises(ConfigError, match=word):

@@ -525,9 +525,20 @@ inline Sequence sequence(const pg_attend_args& a, int64_t s) {
   return {tokens, context, shared, from, shared + std::max<int64_t>(1, parts_of(context) - from / SPLIT_KV)};
 }
 
-inline int64_t items_of(const Sequence& seq) {
+// KV heads of one item. In decode it takes `together` of them, as far as it has room for their rows.
+inline int64_t heads_of(const Sequence& seq, int64_t together) {
+  return seq.tokens <= SPLIT_Q ? std::clamp<int64_t>(TILE_Q / std::max<int64_t>(1, seq.tokens), 1, together) : 1;
+}
+
+// Ranges of tokens, or of query tokens, into which a sequence is cut.
+inline int64_t pieces_of(const Sequence& seq) {
   if (seq.tokens == 0) return 0;
-  return KV_HEADS * (seq.tokens <= SPLIT_Q ? seq.parts - seq.shared : (seq.tokens + TILE_Q - 1) / TILE_Q);
+  return seq.tokens <= SPLIT_Q ? seq.parts - seq.shared : (seq.tokens + TILE_Q - 1) / TILE_Q;
+}
+
+inline int64_t items_of(const Sequence& seq, int64_t together) {
+  const int64_t heads = heads_of(seq, together);
+  return (KV_HEADS + heads - 1) / heads * pieces_of(seq);
 }
 
 inline int64_t part_rows_of(const Sequence& seq) {
@@ -558,7 +569,7 @@ struct Workspace {
   int64_t *first_item, *first_part, *first_sharing;
   Scratch* scratch;
   float* parts;
-  int64_t bytes;
+  int64_t bytes, together = 1;
 
   Workspace(const pg_attend_args& a, int64_t part_rows) {
     const int64_t prefix = int64_t(sizeof(int64_t)) * (a.num_seqs + 1), prefixes = (3 * prefix + 63) / 64 * 64;
@@ -610,7 +621,7 @@ inline void locate(const pg_attend_args& a, const int32_t* table, int64_t head, 
 // Prefetches a few more tokens of the tile ahead. Called among the work on a tile: the misses of a burst of prefetches fill
 // the queue that the work's own loads stand in. Inlined by force: to GCC a function that only
 // prefetches does nothing, and its call may go.
-inline __attribute__((always_inline)) void fetch([[maybe_unused]] Scratch& w, int tokens = FETCH) {
+inline __attribute__((always_inline)) void fetch([[maybe_unused]] Scratch& w, [[maybe_unused]] int tokens = FETCH) {
   if (PREFETCH == 0) return;
   for (const int end = std::min(w.fetched + tokens, w.ahead->count); w.fetched < end; ++w.fetched) {
     for (int byte = 0; byte < 128; byte += 64) __builtin_prefetch(reinterpret_cast<const char*>(w.ahead->k[w.fetched]) + byte, 0, 2);
@@ -904,18 +915,24 @@ void item(const pg_attend_args& a, const Workspace& ws, Scratch& w, int64_t inde
   const Sequence seq = sequence(a, s);
   const int64_t local = index - ws.first_item[s];
   const bool split = seq.tokens <= SPLIT_Q;
-  const int64_t pieces = items_of(seq) / KV_HEADS, head = local / pieces, piece = local % pieces;
+  const int64_t pieces = pieces_of(seq), together = heads_of(seq, ws.together);
+  // In decode the heads of the same tokens one behind the other, for they lie close; in prefill the tokens of a head.
+  const int64_t groups = (KV_HEADS + together - 1) / together;
+  const int64_t head = (split ? local % groups : local / pieces) * together, piece = split ? local / groups : local % pieces;
+  const int heads = int(std::min(together, KV_HEADS - head));
   const int64_t first = split ? 0 : piece * TILE_Q;
   const int tokens = int(std::min<int64_t>(TILE_Q, seq.tokens - first)), rows = tokens * GROUP;
-  begin(w, a, s, seq, head, first, tokens);
+  for (int h = 0; h < heads; ++h) begin(w, a, s, seq, head + h, first, tokens, h * tokens);
   if (seq.parts > 1) {
     const int64_t from = (seq.from / SPLIT_KV + piece) * SPLIT_KV, to = std::min(from + SPLIT_KV, seq.context);
     run(w, a, s, head, rows, {std::max(from, seq.from), to});
-    for (int row = 0; row < rows; ++row) keep_part(w, row, ws.part(s, seq, head, seq.shared + piece, row));
+    for (int row = 0; row < heads * rows; ++row) keep_part(w, row, ws.part(s, seq, head + row / rows, seq.shared + piece, row % rows));
     return;
   }
   run(w, a, s, head, rows, {0, seq.context});
-  for (int row = 0; row < rows; ++row) finish(a, a.cu_seqlens_q[s] + first + row / GROUP, head * GROUP + row % GROUP, w.o[row], w.m[row], w.l[row]);
+  for (int row = 0; row < heads * rows; ++row) {
+    finish(a, a.cu_seqlens_q[s] + first + row % rows / GROUP, (head + row / rows) * GROUP + row % GROUP, w.o[row], w.m[row], w.l[row]);
+  }
 }
 
 // Merges the parts of every row of sequence s and one KV head, in order of their tokens.
@@ -947,11 +964,12 @@ PG_EXPORT int32_t pagegen_attend(const pg_attend_args* args) {
   const pg_attend_args& a = *args;
   const int32_t status = validate(a);
   if (status) return status;
-  int64_t part_rows = 0, sharing = 0;
+  int64_t part_rows = 0, sharing = 0, pieces = 0;
   for (int64_t s = 0; s < a.num_seqs; ++s) {
     const Sequence seq = sequence(a, s);
     part_rows += part_rows_of(seq);
     sharing += seq.shared ? seq.tokens : 0;
+    pieces += pieces_of(seq);
   }
   const Workspace ws(a, part_rows);
   if (a.workspace_bytes < uint64_t(ws.bytes)) return PG_E_WORKSPACE;
@@ -960,7 +978,7 @@ PG_EXPORT int32_t pagegen_attend(const pg_attend_args* args) {
   ws.first_part[0] = ws.first_sharing[0] = 0;
   for (int64_t s = 0; s < a.num_seqs; ++s) {
     const Sequence seq = sequence(a, s);
-    ws.first_item[s + 1] = ws.first_item[s] + items_of(seq);
+    ws.first_item[s + 1] = ws.first_item[s] + items_of(seq, ws.together);
     ws.first_part[s + 1] = ws.first_part[s] + part_rows_of(seq);
     ws.first_sharing[s + 1] = ws.first_sharing[s] + (seq.shared ? seq.tokens : 0);
   }

@@ -358,8 +358,6 @@ constexpr int TS = up(TILE_KV, W) + W;         // a row of scores; one vector of
 constexpr int SPLIT_Q = std::max(1, std::min(TILE_Q, PACK_ROWS / GROUP));
 constexpr int ROWS = TILE_Q * GROUP;
 constexpr int PART = DVP + 2;  // a merged part: unnormalised output, maximum, sum
-// Tokens that are prefetched at a time: about 1 KiB.
-constexpr int FETCH = std::max<int>(1, 1024 / 256);
 constexpr float LOG2E = 1.44269504088896341f, LN2 = 0.69314718055994531f, NONE = -INFINITY;
 
 template <class U>
@@ -389,6 +387,9 @@ struct alignas(64) Scratch {
   Tile tiles[PREFETCH + 1];
   const Tile* ahead;  // the tile being prefetched
   int fetched;        // its tokens that are under way
+  int heads, fetched_heads;      // KV heads of the item; those of the next token that are under way
+  int due, price;                // work done that was not yet spent on prefetches, and what one head of a token costs
+  int64_t k_to_next, v_to_next;  // from one head to the next
 };
 
 struct Sequence {
@@ -413,9 +414,20 @@ inline Sequence sequence(const pg_attend_args& a, int64_t s) {
   return {tokens, context, shared, from, shared + std::max<int64_t>(1, parts_of(context) - from / SPLIT_KV)};
 }
 
-inline int64_t items_of(const Sequence& seq) {
+// KV heads of one item. In decode it takes `together` of them, as far as it has room for their rows.
+inline int64_t heads_of(const Sequence& seq, int64_t together) {
+  return seq.tokens <= SPLIT_Q ? std::clamp<int64_t>(TILE_Q / std::max<int64_t>(1, seq.tokens), 1, together) : 1;
+}
+
+// Ranges of tokens, or of query tokens, into which a sequence is cut.
+inline int64_t pieces_of(const Sequence& seq) {
   if (seq.tokens == 0) return 0;
-  return KV_HEADS * (seq.tokens <= SPLIT_Q ? seq.parts - seq.shared : (seq.tokens + TILE_Q - 1) / TILE_Q);
+  return seq.tokens <= SPLIT_Q ? seq.parts - seq.shared : (seq.tokens + TILE_Q - 1) / TILE_Q;
+}
+
+inline int64_t items_of(const Sequence& seq, int64_t together) {
+  const int64_t heads = heads_of(seq, together);
+  return (KV_HEADS + heads - 1) / heads * pieces_of(seq);
 }
 
 inline int64_t part_rows_of(const Sequence& seq) {
@@ -446,7 +458,7 @@ struct Workspace {
   int64_t *first_item, *first_part, *first_sharing;
   Scratch* scratch;
   float* parts;
-  int64_t bytes;
+  int64_t bytes, together = 1;
 
   Workspace(const pg_attend_args& a, int64_t part_rows) {
     const int64_t prefix = int64_t(sizeof(int64_t)) * (a.num_seqs + 1), prefixes = (3 * prefix + 63) / 64 * 64;
@@ -495,10 +507,10 @@ inline void locate(const pg_attend_args& a, const int32_t* table, int64_t head, 
 // Tokens from `i` on, up to the end of the tile, that lie in one block.
 [[maybe_unused]] inline int run_of(const Tile& tile, int i) { return std::min(tile.count - i, BLOCK - int((tile.t + i) % BLOCK)); }
 
-// Prefetches a few more tokens of the tile ahead. Called among the work on a tile: the misses of a burst of prefetches fill
+// Prefetches as much of the tile ahead as belongs to the work on `tokens` tokens of K or of V. Called among the work on a tile: the misses of a burst of prefetches fill
 // the queue that the work's own loads stand in. Inlined by force: to GCC a function that only
 // prefetches does nothing, and its call may go.
-inline __attribute__((always_inline)) void fetch([[maybe_unused]] Scratch& w, int tokens = FETCH) {
+inline __attribute__((always_inline)) void fetch([[maybe_unused]] Scratch& w, [[maybe_unused]] int tokens) {
 }
 
 // Keys of the tile up to the last that a row sees.
@@ -507,12 +519,12 @@ inline int seen_of(const Scratch& w, int row, const Tile& tile) {
 }
 
 
-// Calls f(rows as a constant, first row) over `rows` rows in blocks of B, then once for what is left.
+// Calls f(rows as a constant, first row) over rows from `row` to `end` in blocks of B, then once for what is left.
 template <int B, class F>
-inline void row_blocks(int rows, F f, int row = 0) {
-  for (; row + B <= rows; row += B) f(std::integral_constant<int, B>{}, row);
+inline void row_blocks(int row, int end, F f) {
+  for (; row + B <= end; row += B) f(std::integral_constant<int, B>{}, row);
   if constexpr (B > 1) {
-    if (row < rows) row_blocks<B - 1>(rows, f, row);
+    if (row < end) row_blocks<B - 1>(row, end, f);
   }
 }
 
@@ -521,6 +533,7 @@ inline void row_blocks(int rows, F f, int row = 0) {
 inline void pack_k(Scratch& w, const Tile& tile, const pg_attend_args& a) {
   for (int i = 0; i < tile.count;) {
     const int n = run_of(tile, i);
+    fetch(w, n);
     for (int d = 0; d < D; ++d) {
       const C* p = tile.k[i] + d / 8 * a.k_stride_dim + d % 8;
       for (int j = 0; j < n; ++j) w.k_tile[d][i + j] = widen(p[j * 8]);
@@ -535,6 +548,7 @@ inline void pack_k(Scratch& w, const Tile& tile, const pg_attend_args& a) {
 inline void pack_v(Scratch& w, const Tile& tile, const pg_attend_args& a) {
   for (int i = 0; i < tile.count;) {
     const int n = std::min(W, run_of(tile, i));
+    fetch(w, n);
     for (int d = 0; d < DV; d += W) {
       V rows[W];
       for (int j = 0; j < W; ++j) rows[j] = d + j < DV ? load_dims(tile.v[i] + (d + j) * a.v_stride_dim, n) : zero();
@@ -596,10 +610,10 @@ inline void softmax_step(Scratch& w, int row, const Tile& tile) {
 }
 
 // o[r] = o[r] * alpha[r] + weights[r] . V, for R rows; `v(i, d)` gives W dims of token i, from dim d on.
-template <int R, class F>
+template <int R, bool FETCHING, class F>
 inline void accumulate(Scratch& w, int row, const Tile& tile, F v) {
-  constexpr int CHUNKS = DVP / W, BUDGET = (W == 16 ? 24 : 12) / R;  // accumulators that stay in registers
-  constexpr int STEP = std::clamp(BUDGET, 1, CHUNKS);
+  constexpr int CHUNKS = DVP / W, BUDGET = std::clamp((W == 16 ? 24 : 12) / R, 1, CHUNKS);  // accumulators that stay in registers
+  constexpr int PASSES = (CHUNKS + BUDGET - 1) / BUDGET, STEP = (CHUNKS + PASSES - 1) / PASSES;
   const int count = tile.count;
   for (int c0 = 0; c0 < CHUNKS; c0 += STEP) {
     V acc[R][STEP];
@@ -607,6 +621,7 @@ inline void accumulate(Scratch& w, int row, const Tile& tile, F v) {
       for (int c = 0; c < STEP; ++c)
         acc[r][c] = c0 + c < CHUNKS ? mul(load(&w.o[row + r][(c0 + c) * W]), set1(w.alpha[row + r])) : zero();
     for (int i = 0; i < count; ++i) {
+      if (FETCHING && c0 == 0) fetch(w, 1);
       V vv[STEP];
       for (int c = 0; c < STEP; ++c) vv[c] = c0 + c < CHUNKS ? v(i, (c0 + c) * W) : zero();
       for (int r = 0; r < R; ++r) {
@@ -620,17 +635,17 @@ inline void accumulate(Scratch& w, int row, const Tile& tile, F v) {
   }
 }
 
-// All rows' scores of a tile, in place or packed.
-inline void scores(Scratch& w, int rows, [[maybe_unused]] bool packed, const Tile& tile, const pg_attend_args& a) {
+// Scores of the rows from `first` to `end` on a tile, in place or packed.
+inline void scores(Scratch& w, int first, int end, [[maybe_unused]] bool packed, const Tile& tile, const pg_attend_args& a) {
   pack_k(w, tile, a);
-  row_blocks<ROW_BLOCK_PACKED>(rows, [&](auto r, int row) { score_packed<r>(w, row, tile.count); });
+  row_blocks<ROW_BLOCK_PACKED>(first, end, [&](auto r, int row) { score_packed<r>(w, row, tile.count); });
 }
 
-// All rows' weighted sums of a tile's values, in place or packed.
-inline void values(Scratch& w, int rows, [[maybe_unused]] bool packed, const Tile& tile, const pg_attend_args& a) {
+// Weighted sums of a tile's values for the rows from `first` to `end`, in place or packed.
+inline void values(Scratch& w, int first, int end, [[maybe_unused]] bool packed, const Tile& tile, const pg_attend_args& a) {
   pack_v(w, tile, a);
   const auto v = [&](int i, int d) { return load(&w.v_tile[i][d]); };
-  row_blocks<ROW_BLOCK_PACKED>(rows, [&](auto r, int row) { accumulate<r>(w, row, tile, v); });
+  row_blocks<ROW_BLOCK_PACKED>(first, end, [&](auto r, int row) { accumulate<r, false>(w, row, tile, v); });
 }
 
 // --- one work item ----------------------------------------------------------------------------------------------------
@@ -661,24 +676,31 @@ void begin(Scratch& w, const pg_attend_args& a, int64_t s, const Sequence& seq, 
   }
 }
 
-// Attends `rows` rows to those tokens of `range`, in sequence s, that they see.
-void run(Scratch& w, const pg_attend_args& a, int64_t s, int64_t head, int rows, Range range) {
+// Attends `rows` rows of each of `heads` KV heads from `head` on to those tokens of `range`, in sequence s, that they see.
+void run(Scratch& w, const pg_attend_args& a, int64_t s, int64_t head, int heads, int rows, Range range) {
   const int32_t* table = a.block_table + s * a.block_table_stride;
   const bool packed = rows >= PACK_ROWS;
   range.to = std::min(range.to, *std::max_element(w.limit, w.limit + rows));
   const int64_t from = range.from;
+  w.heads = heads;
+  w.price = 2 * (packed ? 1 : (rows + ROW_BLOCK - 1) / ROW_BLOCK);  // K and V are read once for each block of rows
+  w.k_to_next = a.k_stride_head;
+  w.v_to_next = a.v_stride_head;
   const auto tile_at = [&](int64_t t) -> Tile& { return w.tiles[(t - from) / TILE_KV % (PREFETCH + 1)]; };
   for (int64_t t = from; t < from + PREFETCH * TILE_KV; t += TILE_KV) locate(a, table, head, t, range, tile_at(t));
   for (int64_t t = from; t < range.to; t += TILE_KV) {
     Tile& ahead = tile_at(t + PREFETCH * TILE_KV);
     locate(a, table, head, t + PREFETCH * TILE_KV, range, ahead);
     w.ahead = &ahead;
-    w.fetched = 0;
-    fetch(w, TILE_KV);
-    const Tile& tile = tile_at(t);
-    scores(w, rows, packed, tile, a);
-    for (int row = 0; row < rows; ++row) softmax_step(w, row, tile);
-    values(w, rows, packed, tile, a);
+    w.fetched = w.fetched_heads = w.due = 0;
+    Tile& tile = tile_at(t);
+    for (int h = 0; h < heads; ++h) {
+      const int first = h * rows, end = first + rows;
+      if (h > 0) locate(a, table, head + h, t, range, tile);
+      scores(w, first, end, packed, tile, a);
+      for (int row = first; row < end; ++row) softmax_step(w, row, tile);
+      values(w, first, end, packed, tile, a);
+    }
   }
 }
 
@@ -723,7 +745,7 @@ void prefix_item(const pg_attend_args& a, const Workspace& ws, Scratch& w, int64
     }
   };
   each([&](int i, int64_t s, const Sequence& seq, int64_t token) { begin(w, a, s, seq, head, token, 1, i); });
-  run(w, a, 0, head, tokens * GROUP, {piece * SPLIT_KV, std::min((piece + 1) * SPLIT_KV, prefix_of(a))});
+  run(w, a, 0, head, 1, tokens * GROUP, {piece * SPLIT_KV, std::min((piece + 1) * SPLIT_KV, prefix_of(a))});
   each([&](int i, int64_t s, const Sequence& seq, int64_t token) {
     for (int g = 0; g < GROUP; ++g) keep_part(w, i * GROUP + g, ws.part(s, seq, head, piece, token * GROUP + g));
   });
@@ -735,18 +757,24 @@ void item(const pg_attend_args& a, const Workspace& ws, Scratch& w, int64_t inde
   const Sequence seq = sequence(a, s);
   const int64_t local = index - ws.first_item[s];
   const bool split = seq.tokens <= SPLIT_Q;
-  const int64_t pieces = items_of(seq) / KV_HEADS, head = local / pieces, piece = local % pieces;
+  const int64_t pieces = pieces_of(seq), together = heads_of(seq, ws.together);
+  // In decode the heads of the same tokens one behind the other, for they lie close; in prefill the tokens of a head.
+  const int64_t groups = (KV_HEADS + together - 1) / together;
+  const int64_t head = (split ? local % groups : local / pieces) * together, piece = split ? local / groups : local % pieces;
+  const int heads = int(std::min(together, KV_HEADS - head));
   const int64_t first = split ? 0 : piece * TILE_Q;
   const int tokens = int(std::min<int64_t>(TILE_Q, seq.tokens - first)), rows = tokens * GROUP;
-  begin(w, a, s, seq, head, first, tokens);
+  for (int h = 0; h < heads; ++h) begin(w, a, s, seq, head + h, first, tokens, h * tokens);
   if (seq.parts > 1) {
     const int64_t from = (seq.from / SPLIT_KV + piece) * SPLIT_KV, to = std::min(from + SPLIT_KV, seq.context);
-    run(w, a, s, head, rows, {std::max(from, seq.from), to});
-    for (int row = 0; row < rows; ++row) keep_part(w, row, ws.part(s, seq, head, seq.shared + piece, row));
+    run(w, a, s, head, heads, rows, {std::max(from, seq.from), to});
+    for (int row = 0; row < heads * rows; ++row) keep_part(w, row, ws.part(s, seq, head + row / rows, seq.shared + piece, row % rows));
     return;
   }
-  run(w, a, s, head, rows, {0, seq.context});
-  for (int row = 0; row < rows; ++row) finish(a, a.cu_seqlens_q[s] + first + row / GROUP, head * GROUP + row % GROUP, w.o[row], w.m[row], w.l[row]);
+  run(w, a, s, head, heads, rows, {0, seq.context});
+  for (int row = 0; row < heads * rows; ++row) {
+    finish(a, a.cu_seqlens_q[s] + first + row % rows / GROUP, (head + row / rows) * GROUP + row % GROUP, w.o[row], w.m[row], w.l[row]);
+  }
 }
 
 // Merges the parts of every row of sequence s and one KV head, in order of their tokens.
@@ -778,19 +806,23 @@ PG_EXPORT int32_t pagegen_attend(const pg_attend_args* args) {
   const pg_attend_args& a = *args;
   const int32_t status = validate(a);
   if (status) return status;
-  int64_t part_rows = 0, sharing = 0;
+  int64_t part_rows = 0, sharing = 0, pieces = 0;
   for (int64_t s = 0; s < a.num_seqs; ++s) {
     const Sequence seq = sequence(a, s);
     part_rows += part_rows_of(seq);
     sharing += seq.shared ? seq.tokens : 0;
+    pieces += pieces_of(seq);
   }
-  const Workspace ws(a, part_rows);
+  Workspace ws(a, part_rows);
   if (a.workspace_bytes < uint64_t(ws.bytes)) return PG_E_WORKSPACE;
+  // A thread that reads all heads of a token reads memory in its order, which prefetchers follow; where there are few
+  // items, the threads share the heads instead.
+  if (pieces >= 4 * a.num_threads) ws.together = KV_HEADS;
   ws.first_item[0] = parts_of(prefix_of(a)) * KV_HEADS * ((sharing + TILE_Q - 1) / TILE_Q);
   ws.first_part[0] = ws.first_sharing[0] = 0;
   for (int64_t s = 0; s < a.num_seqs; ++s) {
     const Sequence seq = sequence(a, s);
-    ws.first_item[s + 1] = ws.first_item[s] + items_of(seq);
+    ws.first_item[s + 1] = ws.first_item[s] + items_of(seq, ws.together);
     ws.first_part[s + 1] = ws.first_part[s] + part_rows_of(seq);
     ws.first_sharing[s + 1] = ws.first_sharing[s] + (seq.shared ? seq.tokens : 0);
   }

@@ -14,8 +14,9 @@ from collections.abc import Callable
 import torch
 
 from pagegen import torch_op
+from pagegen.abi import CppAttend
 from pagegen.build import build_kernels
-from pagegen.kernel import CppAttend, allocate_cache
+from pagegen.kernel import allocate_cache
 from pagegen.spec import parse_slug
 from pagegen.target import best_cpu
 from pagegen.tuning.measure import geomean_of_medians, measure

@@ -19,11 +19,11 @@ from typing import Any, cast
 
 import torch
 
+from .abi import ABI_VERSION
 from .build import cpp
 from .check.compare import check_kernels
 from .errors import BuildError, ConfigError, PackageError, SpecError
 from .kernel import (
-    ABI_VERSION,
     NO_ATTEND_EXTRAS,
     NO_WRITE_EXTRAS,
     Attend,

@@ -35,12 +35,12 @@ import jinja2
 import torch
 
 from pagegen import __version__, errors
+from pagegen.abi import ABI_VERSION
 from pagegen.build.cpp import file_sha256
 from pagegen.catalog import variant
 from pagegen.errors import PackageError, PagegenError, RenderError
 from pagegen.explain import explain
 from pagegen.kernel import (
-    ABI_VERSION,
     NO_ATTEND_EXTRAS,
     NO_WRITE_EXTRAS,
     Attend,
@@ -60,7 +60,7 @@ from pagegen.spec import PAGED_OPS, KernelSpec, Op
 from pagegen.target import Fingerprint, Target, hardware_fingerprint, is_present, parse_target
 
 VENDORED = (
-    *("errors.py", "expression.py", "paths.py", "memory.py", "spec.py", "target.py", "space.py", "records.py", "kernel.py", "transfer.py", "reference.py"),
+    *("errors.py", "expression.py", "paths.py", "memory.py", "spec.py", "target.py", "space.py", "records.py", "kernel.py", "abi.py", "transfer.py", "reference.py"),
     *("build/cpp.py", "build/triton.py", "explain.py", "loader.py"),
     *(f"check/{name}.py" for name in ("case", "suite", "pool", "tensors", "tolerance", "compare")),
     *("tuning/machine.py", "tuning/measure.py", "tuning/workload.py", "tuning/baselines.py"),

@@ -24,26 +24,28 @@ from typing import Protocol
 
 import torch
 
-from .kernel import (
+from .abi import (
     CACHE_STRIDES,
     INT32,
     INT64,
     POINTER,
     SCALES,
-    Attend,
-    CopyBlocks,
     CppKernel,
-    KVScales,
-    WriteKV,
     c_fields,
     c_struct,
     cache_strides,
+    scale_arguments,
+)
+from .kernel import (
+    Attend,
+    CopyBlocks,
+    KVScales,
+    WriteKV,
     check_cache,
     check_rows,
     check_scales,
     length,
     require,
-    scale_arguments,
 )
 from .spec import KernelSpec, KVScale
 

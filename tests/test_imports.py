@@ -22,6 +22,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("expression",),
     ("spec", "target"),
     ("space", "records", "kernel"),
+    ("abi",),
     ("transfer", "torch_op"),
     ("reference", "offsets"),
     ("catalog",),

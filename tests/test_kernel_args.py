@@ -12,14 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from pagegen.abi import _PLAIN, ABI_VERSION, AttendArgs, CopyBlocksArgs, WriteKVArgs
 from pagegen.build.cpp import run_compiler
 from pagegen.errors import KernelError
 from pagegen.kernel import (
-    _PLAIN,
-    ABI_VERSION,
-    AttendArgs,
-    CopyBlocksArgs,
-    WriteKVArgs,
     allocate_cache,
     check_attend,
     check_copy_blocks,

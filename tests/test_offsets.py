@@ -10,9 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pagegen.abi import cache_strides
 from pagegen.catalog import variant
 from pagegen.errors import KernelError, SpecError
-from pagegen.kernel import allocate_cache, allocate_scales, cache_strides
+from pagegen.kernel import allocate_cache, allocate_scales
 from pagegen.offsets import Index, index_bits, indices, max_blocks
 from pagegen.reference import ReferenceKernels
 from pagegen.render import render

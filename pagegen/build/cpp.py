@@ -19,8 +19,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from ..abi import ABI_VERSION, CppAttend, CppCopyBlocks, CppWriteKV
 from ..errors import BuildError, ConfigError, KernelError
-from ..kernel import ABI_VERSION, CppAttend, CppCopyBlocks, CppWriteKV
 from ..paths import compiler_override, kernel_cache, lock_of, locked, remove_entry
 from ..spec import KernelSpec, Op
 from ..target import Target, is_native

@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 import torch
 
-from ..kernel import ABI_VERSION, AttendArgs, CopyBlocksArgs, WriteKVArgs, cache_strides
+from ..abi import ABI_VERSION, AttendArgs, CopyBlocksArgs, WriteKVArgs, cache_strides
 from ..spec import KernelSpec, KVScale, Op
 from ..transfer import GatherBlocksArgs, RelayoutArgs, ScatterBlocksArgs
 from .case import Case, Fault

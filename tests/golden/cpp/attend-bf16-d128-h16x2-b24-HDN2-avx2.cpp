@@ -569,7 +569,7 @@ inline void score(Scratch& w, int row, const Tile& tile, const pg_attend_args& a
   }
 }
 
-// K of a tile to fp32, dim-major: k_tile[d][token].
+// K of a tile to fp32, dim-major: k_tile[d][token], dims in the order of q.
 inline void pack_k(Scratch& w, const Tile& tile, const pg_attend_args& a) {
   for (int i = 0; i < tile.count;) {
     const int n = run_of(tile, i);
@@ -584,11 +584,16 @@ inline void pack_k(Scratch& w, const Tile& tile, const pg_attend_args& a) {
     for (int i = tile.count; i < up(tile.count, 2 * W) && i < TS; ++i) w.k_tile[d][i] = 0;
 }
 
-// V of a tile to fp32, token-major: v_tile[token][d].
+// V of a tile to fp32, token-major: v_tile[token][d], dims in the order of the output.
 inline void pack_v(Scratch& w, const Tile& tile, const pg_attend_args& a) {
   for (int i = 0; i < tile.count; ++i) {
     fetch(w, 1);
-    for (int d = 0; d < DV; d += W) store(&w.v_tile[i][d], load_dims(tile.v[i] + d, DV - d));
+    for (int d = 0; d < DV; d += 2 * W) {
+      V even, odd;
+      load_pairs(tile.v[i] + d, W, even, odd);
+      store(&w.v_tile[i][d], even);
+      store(&w.v_tile[i][d + W], odd);
+    }
   }
   (void)a;
 }
@@ -643,11 +648,11 @@ inline void softmax_step(Scratch& w, int row, const Tile& tile) {
   w.m[row] = m;
 }
 
-// o[r] = o[r] * alpha[r] + weights[r] . V, for R rows; `v(i, d)` gives W dims of token i, from dim d on.
+// o[r] = o[r] * alpha[r] + weights[r] . V, for R rows; `v(i, d, to)` gives the 2 W dims of token i from dim d on.
 template <int R, bool FETCHING, class F>
 inline void accumulate(Scratch& w, int row, const Tile& tile, F v) {
-  constexpr int CHUNKS = DVP / W, BUDGET = std::clamp((W == 16 ? 24 : 12) / R, 1, CHUNKS);  // accumulators that stay in registers
-  constexpr int PASSES = (CHUNKS + BUDGET - 1) / BUDGET, STEP = (CHUNKS + PASSES - 1) / PASSES;
+  constexpr int CHUNKS = DVP / W, BUDGET = std::clamp((W == 16 ? 24 : 12) / R, 2, CHUNKS);  // accumulators that stay in registers
+  constexpr int PASSES = (CHUNKS + BUDGET - 1) / BUDGET, STEP = up((CHUNKS + PASSES - 1) / PASSES, 2);
   const int count = tile.count;
   for (int c0 = 0; c0 < CHUNKS; c0 += STEP) {
     V acc[R][STEP];
@@ -657,7 +662,10 @@ inline void accumulate(Scratch& w, int row, const Tile& tile, F v) {
     for (int i = 0; i < count; ++i) {
       if (FETCHING && c0 == 0) fetch(w, 1);
       V vv[STEP];
-      for (int c = 0; c < STEP; ++c) vv[c] = c0 + c < CHUNKS ? v(i, (c0 + c) * W) : zero();
+      for (int c = 0; c < STEP; c += 2) {
+        vv[c] = vv[c + 1] = zero();
+        if (c0 + c < CHUNKS) v(i, (c0 + c) * W, &vv[c]);
+      }
       for (int r = 0; r < R; ++r) {
         const V weight = set1(w.s[row + r][i]);
         for (int c = 0; c < STEP; ++c) acc[r][c] = fma(weight, vv[c], acc[r][c]);
@@ -682,13 +690,23 @@ inline void scores(Scratch& w, int first, int end, [[maybe_unused]] bool packed,
 // Weighted sums of a tile's values for the rows from `first` to `end`, in place or packed.
 inline void values(Scratch& w, int first, int end, [[maybe_unused]] bool packed, const Tile& tile, const pg_attend_args& a) {
   if (!packed) {
-    const auto v = [&](int i, int d) { return load_dims(tile.v[i] + d, DV - d); };
+    const auto v = [&](int i, int d, V* to) { load_pairs(tile.v[i] + d, W, to[0], to[1]); };
     row_blocks<ROW_BLOCK>(first, end, [&](auto r, int row) { accumulate<r, true>(w, row, tile, v); });
     return;
   }
   pack_v(w, tile, a);
-  const auto v = [&](int i, int d) { return load(&w.v_tile[i][d]); };
+  const auto v = [&](int i, int d, V* to) { to[0] = load(&w.v_tile[i][d]), to[1] = load(&w.v_tile[i][d + W]); };
   row_blocks<ROW_BLOCK_PACKED>(first, end, [&](auto r, int row) { accumulate<r, false>(w, row, tile, v); });
+}
+
+// Brings the dims of the rows' output back into their order.
+inline void restore(Scratch& w, int rows) {
+  for (int row = 0; row < rows; ++row)
+    for (int d = 0; d < DV; d += 2 * W) {
+      float split[2 * W];
+      std::copy_n(&w.o[row][d], 2 * W, split);
+      for (int i = 0; i < W; ++i) w.o[row][d + 2 * i] = split[i], w.o[row][d + 2 * i + 1] = split[W + i];
+    }
 }
 
 // --- one work item ----------------------------------------------------------------------------------------------------
@@ -745,6 +763,7 @@ void run(Scratch& w, const pg_attend_args& a, int64_t s, int64_t head, int heads
       values(w, first, end, packed, tile, a);
     }
   }
+  restore(w, heads * rows);
 }
 
 // Divides a row by its sum and stores it; a row that saw no token becomes 0 with lse -inf.

@@ -711,7 +711,7 @@ inline void score(Scratch& w, int row, const Tile& tile, const pg_attend_args&) 
   }
 }
 
-// K of a tile to fp32, dim-major: k_tile[d][token].
+// K of a tile to fp32, dim-major: k_tile[d][token], dims in the order of q.
 inline void pack_k(Scratch& w, const Tile& tile, const pg_attend_args& a) {
   for (int i = 0; i < tile.count; i += W) {
     fetch(w, W);
@@ -725,7 +725,7 @@ inline void pack_k(Scratch& w, const Tile& tile, const pg_attend_args& a) {
   (void)a;
 }
 
-// V of a tile to fp32, token-major: v_tile[token][d].
+// V of a tile to fp32, token-major: v_tile[token][d], dims in the order of the output.
 inline void pack_v(Scratch& w, const Tile& tile, const pg_attend_args& a) {
   for (int i = 0; i < tile.count; ++i) {
     fetch(w, 1);
@@ -785,11 +785,11 @@ inline void softmax_step(Scratch& w, int row, const Tile& tile) {
   w.m[row] = m;
 }
 
-// o[r] = o[r] * alpha[r] + weights[r] . V, for R rows; `v(i, d)` gives W dims of token i, from dim d on.
+// o[r] = o[r] * alpha[r] + weights[r] . V, for R rows; `v(i, d, to)` gives the W dims of token i from dim d on.
 template <int R, bool FETCHING, class F>
 inline void accumulate(Scratch& w, int row, const Tile& tile, F v) {
   constexpr int CHUNKS = DVP / W, BUDGET = std::clamp((W == 16 ? 24 : 12) / R, 1, CHUNKS);  // accumulators that stay in registers
-  constexpr int PASSES = (CHUNKS + BUDGET - 1) / BUDGET, STEP = (CHUNKS + PASSES - 1) / PASSES;
+  constexpr int PASSES = (CHUNKS + BUDGET - 1) / BUDGET, STEP = up((CHUNKS + PASSES - 1) / PASSES, 1);
   const int count = tile.count;
   for (int c0 = 0; c0 < CHUNKS; c0 += STEP) {
     V acc[R][STEP];
@@ -799,7 +799,10 @@ inline void accumulate(Scratch& w, int row, const Tile& tile, F v) {
     for (int i = tile.hidden; i < count; ++i) {
       if (FETCHING && c0 == 0) fetch(w, 1);
       V vv[STEP];
-      for (int c = 0; c < STEP; ++c) vv[c] = c0 + c < CHUNKS ? v(i, (c0 + c) * W) : zero();
+      for (int c = 0; c < STEP; c += 1) {
+        vv[c] = zero();
+        if (c0 + c < CHUNKS) v(i, (c0 + c) * W, &vv[c]);
+      }
       for (int r = 0; r < R; ++r) {
         const V weight = set1(w.s[row + r][i]);
         for (int c = 0; c < STEP; ++c) acc[r][c] = fma(weight, vv[c], acc[r][c]);
@@ -824,12 +827,12 @@ inline void scores(Scratch& w, int first, int end, [[maybe_unused]] bool packed,
 // Weighted sums of a tile's values for the rows from `first` to `end`, in place or packed.
 inline void values(Scratch& w, int first, int end, [[maybe_unused]] bool packed, const Tile& tile, const pg_attend_args& a) {
   if (!packed) {
-    const auto v = [&](int i, int d) { return half_dims<HALFV>(tile.v[i], d); };
+    const auto v = [&](int i, int d, V* to) { *to = half_dims<HALFV>(tile.v[i], d); };
     row_blocks<ROW_BLOCK>(first, end, [&](auto r, int row) { accumulate<r, true>(w, row, tile, v); });
     return;
   }
   pack_v(w, tile, a);
-  const auto v = [&](int i, int d) { return load(&w.v_tile[i][d]); };
+  const auto v = [&](int i, int d, V* to) { *to = load(&w.v_tile[i][d]); };
   row_blocks<ROW_BLOCK_PACKED>(first, end, [&](auto r, int row) { accumulate<r, false>(w, row, tile, v); });
 }
 

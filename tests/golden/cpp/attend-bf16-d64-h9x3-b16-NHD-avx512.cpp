@@ -556,12 +556,12 @@ inline void score(Scratch& w, int row, const Tile& tile, const pg_attend_args&) 
       for (int r = 0; r < R; ++r)
         for (int j = 0; j < 4; ++j) acc[r][j] = zero();
 #pragma GCC unroll 16
-      for (int d = 0; d < D; d += W) {
-        V kv[4];
-        for (int j = 0; j < 4; ++j) kv[j] = load_dims(p[j] + d, D - d);
+      for (int d = 0; d < D; d += 2 * W) {
+        V even[4], odd[4];
+        for (int j = 0; j < 4; ++j) load_pairs(p[j] + d, W, even[j], odd[j]);
         for (int r = 0; r < R; ++r) {
-          const V q = load(&w.q[row + r][d]);
-          for (int j = 0; j < 4; ++j) acc[r][j] = fma(q, kv[j], acc[r][j]);
+          const V q0 = load(&w.q[row + r][d]), q1 = load(&w.q[row + r][d + W]);
+          for (int j = 0; j < 4; ++j) acc[r][j] = fma(q1, odd[j], fma(q0, even[j], acc[r][j]));
         }
       }
       for (int r = 0; r < R; ++r) parts[r][g] = sum4(acc[r][0], acc[r][1], acc[r][2], acc[r][3]);
@@ -570,25 +570,37 @@ inline void score(Scratch& w, int row, const Tile& tile, const pg_attend_args&) 
   }
 }
 
-// K of a tile to fp32, dim-major: k_tile[d][token].
+// K of a tile to fp32, dim-major: k_tile[d][token], dims in the order of q.
 inline void pack_k(Scratch& w, const Tile& tile, const pg_attend_args& a) {
   for (int i = 0; i < tile.count; i += W) {
     fetch(w, W);
-    for (int d = 0; d < D; d += W) {
-      V rows[W];
-      for (int j = 0; j < W; ++j) rows[j] = i + j < tile.count ? load_dims(tile.k[i + j] + d, D - d) : zero();
-      transpose(rows);
-      for (int j = 0; j < std::min(W, D - d); ++j) store(&w.k_tile[d + j][i], rows[j]);
+    for (int d = 0; d < D; d += 2 * W) {
+      V even[W], odd[W];
+      for (int j = 0; j < W; ++j) {
+        even[j] = odd[j] = zero();
+        if (i + j < tile.count) load_pairs(tile.k[i + j] + d, W, even[j], odd[j]);
+      }
+      transpose(even);
+      transpose(odd);
+      for (int j = 0; j < W; ++j) {
+        store(&w.k_tile[d + j][i], even[j]);
+        store(&w.k_tile[d + W + j][i], odd[j]);
+      }
     }
   }
   (void)a;
 }
 
-// V of a tile to fp32, token-major: v_tile[token][d].
+// V of a tile to fp32, token-major: v_tile[token][d], dims in the order of the output.
 inline void pack_v(Scratch& w, const Tile& tile, const pg_attend_args& a) {
   for (int i = 0; i < tile.count; ++i) {
     fetch(w, 1);
-    for (int d = 0; d < DV; d += W) store(&w.v_tile[i][d], load_dims(tile.v[i] + d, DV - d));
+    for (int d = 0; d < DV; d += 2 * W) {
+      V even, odd;
+      load_pairs(tile.v[i] + d, W, even, odd);
+      store(&w.v_tile[i][d], even);
+      store(&w.v_tile[i][d + W], odd);
+    }
   }
   (void)a;
 }
@@ -643,11 +655,11 @@ inline void softmax_step(Scratch& w, int row, const Tile& tile) {
   w.m[row] = m;
 }
 
-// o[r] = o[r] * alpha[r] + weights[r] . V, for R rows; `v(i, d)` gives W dims of token i, from dim d on.
+// o[r] = o[r] * alpha[r] + weights[r] . V, for R rows; `v(i, d, to)` gives the 2 W dims of token i from dim d on.
 template <int R, bool FETCHING, class F>
 inline void accumulate(Scratch& w, int row, const Tile& tile, F v) {
-  constexpr int CHUNKS = DVP / W, BUDGET = std::clamp((W == 16 ? 24 : 12) / R, 1, CHUNKS);  // accumulators that stay in registers
-  constexpr int PASSES = (CHUNKS + BUDGET - 1) / BUDGET, STEP = (CHUNKS + PASSES - 1) / PASSES;
+  constexpr int CHUNKS = DVP / W, BUDGET = std::clamp((W == 16 ? 24 : 12) / R, 2, CHUNKS);  // accumulators that stay in registers
+  constexpr int PASSES = (CHUNKS + BUDGET - 1) / BUDGET, STEP = up((CHUNKS + PASSES - 1) / PASSES, 2);
   const int count = tile.count;
   for (int c0 = 0; c0 < CHUNKS; c0 += STEP) {
     V acc[R][STEP];
@@ -657,7 +669,10 @@ inline void accumulate(Scratch& w, int row, const Tile& tile, F v) {
     for (int i = 0; i < count; ++i) {
       if (FETCHING && c0 == 0) fetch(w, 1);
       V vv[STEP];
-      for (int c = 0; c < STEP; ++c) vv[c] = c0 + c < CHUNKS ? v(i, (c0 + c) * W) : zero();
+      for (int c = 0; c < STEP; c += 2) {
+        vv[c] = vv[c + 1] = zero();
+        if (c0 + c < CHUNKS) v(i, (c0 + c) * W, &vv[c]);
+      }
       for (int r = 0; r < R; ++r) {
         const V weight = set1(w.s[row + r][i]);
         for (int c = 0; c < STEP; ++c) acc[r][c] = fma(weight, vv[c], acc[r][c]);
@@ -682,13 +697,23 @@ inline void scores(Scratch& w, int first, int end, [[maybe_unused]] bool packed,
 // Weighted sums of a tile's values for the rows from `first` to `end`, in place or packed.
 inline void values(Scratch& w, int first, int end, [[maybe_unused]] bool packed, const Tile& tile, const pg_attend_args& a) {
   if (!packed) {
-    const auto v = [&](int i, int d) { return load_dims(tile.v[i] + d, DV - d); };
+    const auto v = [&](int i, int d, V* to) { load_pairs(tile.v[i] + d, W, to[0], to[1]); };
     row_blocks<ROW_BLOCK>(first, end, [&](auto r, int row) { accumulate<r, true>(w, row, tile, v); });
     return;
   }
   pack_v(w, tile, a);
-  const auto v = [&](int i, int d) { return load(&w.v_tile[i][d]); };
+  const auto v = [&](int i, int d, V* to) { to[0] = load(&w.v_tile[i][d]), to[1] = load(&w.v_tile[i][d + W]); };
   row_blocks<ROW_BLOCK_PACKED>(first, end, [&](auto r, int row) { accumulate<r, false>(w, row, tile, v); });
+}
+
+// Brings the dims of the rows' output back into their order.
+inline void restore(Scratch& w, int rows) {
+  for (int row = 0; row < rows; ++row)
+    for (int d = 0; d < DV; d += 2 * W) {
+      float split[2 * W];
+      std::copy_n(&w.o[row][d], 2 * W, split);
+      for (int i = 0; i < W; ++i) w.o[row][d + 2 * i] = split[i], w.o[row][d + 2 * i + 1] = split[W + i];
+    }
 }
 
 // --- one work item ----------------------------------------------------------------------------------------------------
@@ -712,7 +737,12 @@ void begin(Scratch& w, const pg_attend_args& a, int64_t s, const Sequence& seq, 
     for (int g = 0; g < GROUP; ++g) {
       const int row = (at + i) * GROUP + g;
       const T* q = q_row(a, a.cu_seqlens_q[s] + first + i, head * GROUP + g);
-      for (int d = 0; d < D; d += W) store(&w.q[row][d], mul(load_dims(q + d, D - d), scale));
+      for (int d = 0; d < D; d += 2 * W) {
+        V even, odd;
+        load_pairs(q + d, W, even, odd);
+        store(&w.q[row][d], mul(even, scale));
+        store(&w.q[row][d + W], mul(odd, scale));
+      }
       clear(w, row);
       w.limit[row] = std::clamp<int64_t>(position + 1, 0, seq.context);
     }
@@ -745,6 +775,7 @@ void run(Scratch& w, const pg_attend_args& a, int64_t s, int64_t head, int heads
       values(w, first, end, packed, tile, a);
     }
   }
+  restore(w, heads * rows);
 }
 
 // Divides a row by its sum and stores it; a row that saw no token becomes 0 with lse -inf.

@@ -111,11 +111,13 @@ def _cpp_attend_space(spec: KernelSpec, target: Target) -> ConfigSpace:
             (too_large, Constraint(lambda v: int(v.get("tile_few", 0)) <= int(v["tile_kv"]), "tile_few exceeds tile_kv")),
         )
 
+    few = Knob("tile_few", (16, 32, 64, 128), 32, "the same where an item has few rows, as in decode; at most tile_kv")
     return ConfigSpace(
         (
             power_of_two("tile_kv", 16, 256, 64, "tokens of one online-softmax step"),
             power_of_two("tile_q", 1 if spec.v_in_k else 4, 64, tile_q, "query tokens of one work item in prefill"),
             power_of_two("split_kv", 256, 8192, 1024, "tokens of one work item in decode; the parts are combined"),
+            *(() if spec.deterministic else (few,)),  # deterministic: decode and prefill take the same tiles
             Knob("row_block", (1, 2, 3, 4, 6, 8), direct, "query rows that share a loaded K or V vector, decode"),
             Knob("row_block_packed", (2, 4, 6, 8, 12), 6, "the same where the tile is packed first, prefill"),
             Knob("pack_rows", packing, 32 if spec.v_in_k else 16, "from this many rows on, K and V tiles are packed to fp32 first"),

@@ -84,7 +84,7 @@ _ATTEND = (
         ("causal mask from the top left", "position = seq.context - seq.tokens + first + i;", "position = first + i;", "flash-attention#282"),
         ("no mask at the tail of a tile", "if (seen - i < W) store(s + i, v = keep(v, seen - i, NONE));", "", "flash-attention#1745"),
         ("weights of unseen tokens left over", "for (; i < count; i += W) store(s + i, zero());", "", "vllm#936"),
-        ("keys past the context read and weighted 0", "count = int(std::clamp<int64_t>(range.to - t, 0, TILE_KV));", "count = int(std::clamp<int64_t>((range.to - t + BLOCK - 1) / BLOCK * BLOCK, 0, TILE_KV));", "vllm#641"),
+        ("keys past the context read and weighted 0", "count = int(std::clamp<int64_t>(range.to - t, 0, length));", "count = int(std::clamp<int64_t>((range.to - t + BLOCK - 1) / BLOCK * BLOCK, 0, length));", "vllm#641"),
         ("maximum starts at 0", "  w.m[row] = NONE;", "  w.m[row] = 0.0f;", "flashinfer#4401"),
         ("a row without keys divides by 0", "set1(l == 0.0f ? 0.0f : 1.0f / l)", "set1(1.0f / l)", "rocMLIR#2371"),
         ("a row without keys has a finite lse", "l == 0.0f ? NONE : m * LN2", "l == 0.0f ? -50000.0f : m * LN2", "flashinfer#4452"),

@@ -491,6 +491,13 @@ struct Tile {
   float k_scale[TS], v_scale[TS];
 };
 
+// What of a tile is under way.
+struct Fetched {
+  int64_t to_next;    // from one KV head to the next
+  int tokens, heads;  // whole tokens, and heads of the next one
+  int due;            // work done for which nothing was prefetched yet
+};
+
 // What one thread works in. Sizes are compile-time facts, so the workspace is one multiplication.
 struct alignas(64) Scratch {
   float q[ROWS][DP];  // scaled by softmax scale
@@ -505,10 +512,8 @@ struct alignas(64) Scratch {
   float v_tile[TILE_KV][DVP];
   Tile tiles[PREFETCH + 1];
   const Tile* ahead;  // the tile being prefetched
-  int fetched;        // its tokens that are under way
-  int heads, fetched_heads;      // KV heads of the item; those of the next token that are under way
-  int due, price;                // work done that was not yet spent on prefetches, and what one head of a token costs
-  int64_t k_to_next, v_to_next;  // from one head to the next
+  int heads, passes;  // KV heads of the item; how often K and V of a tile are read
+  Fetched k_fetched, v_fetched;
 };
 
 struct Sequence {
@@ -637,17 +642,25 @@ inline void locate(const pg_attend_args& a, const int32_t* table, int64_t head, 
 // Tokens from `i` on, up to the end of the tile, that lie in one block.
 [[maybe_unused]] inline int run_of(const Tile& tile, int i) { return std::min(tile.count - i, BLOCK - int((tile.t + i) % BLOCK)); }
 
-// Prefetches as much of the tile ahead as belongs to the work on `tokens` tokens of K or of V. Called among the work on a tile: the misses of a burst of prefetches fill
-// the queue that the work's own loads stand in. Inlined by force: to GCC a function that only
-// prefetches does nothing, and its call may go.
-inline __attribute__((always_inline)) void fetch([[maybe_unused]] Scratch& w, [[maybe_unused]] int tokens) {
+// Prefetches as much of K or V of the tile ahead, in the order of memory, as belongs to the work on `tokens` tokens. Called
+// among that work: the misses of a burst of prefetches fill the queue that the work's own loads stand in. Inlined by force:
+// to GCC a function that only prefetches does nothing, and its call may go.
+inline __attribute__((always_inline)) void fetch_k([[maybe_unused]] Scratch& w, [[maybe_unused]] int tokens) {
   if (PREFETCH == 0) return;
-  for (w.due += tokens; w.due >= w.price && w.fetched < w.ahead->count; w.due -= w.price) {
-    const char* k = reinterpret_cast<const char*>(w.ahead->k[w.fetched] + w.fetched_heads * w.k_to_next);
-    for (int byte = 0; byte < 12; byte += 64) __builtin_prefetch(k + byte, 0, 2);
-    const char* v = reinterpret_cast<const char*>(w.ahead->v[w.fetched] + w.fetched_heads * w.v_to_next);
-    for (int byte = 0; byte < 20; byte += 64) __builtin_prefetch(v + byte, 0, 2);
-    if (++w.fetched_heads == w.heads) w.fetched_heads = 0, ++w.fetched;
+  Fetched& f = w.k_fetched;
+  for (f.due += tokens; f.due >= w.passes && f.tokens < w.ahead->count; f.due -= w.passes) {
+    const char* row = reinterpret_cast<const char*>(w.ahead->k[f.tokens] + f.heads * f.to_next);
+    for (int byte = 0; byte < 12; byte += 64) __builtin_prefetch(row + byte, 0, 2);
+    if (++f.heads == w.heads) f.heads = 0, ++f.tokens;
+  }
+}
+inline __attribute__((always_inline)) void fetch_v([[maybe_unused]] Scratch& w, [[maybe_unused]] int tokens) {
+  if (PREFETCH == 0) return;
+  Fetched& f = w.v_fetched;
+  for (f.due += tokens; f.due >= w.passes && f.tokens < w.ahead->count; f.due -= w.passes) {
+    const char* row = reinterpret_cast<const char*>(w.ahead->v[f.tokens] + f.heads * f.to_next);
+    for (int byte = 0; byte < 20; byte += 64) __builtin_prefetch(row + byte, 0, 2);
+    if (++f.heads == w.heads) f.heads = 0, ++f.tokens;
   }
 }
 
@@ -690,7 +703,7 @@ inline void score(Scratch& w, int row, const Tile& tile, const pg_attend_args&) 
   for (int t = 0; t < count; t += W) {
     V parts[R][W / 4];
     for (int g = 0; g < W / 4; ++g) {
-      fetch(w, 4);
+      fetch_k(w, 4);
       const C* p[4];
       for (int j = 0; j < 4; ++j) p[j] = tile.k[std::min(t + 4 * g + j, count - 1)];  // past the end: any token, masked later
       V acc[R][4];
@@ -714,7 +727,7 @@ inline void score(Scratch& w, int row, const Tile& tile, const pg_attend_args&) 
 // K of a tile to fp32, dim-major: k_tile[d][token], dims in the order of q.
 inline void pack_k(Scratch& w, const Tile& tile, const pg_attend_args& a) {
   for (int i = 0; i < tile.count; i += W) {
-    fetch(w, W);
+    fetch_k(w, W);
     for (int d = 0; d < D; d += W) {
       V rows[W];
       for (int j = 0; j < W; ++j) rows[j] = i + j < tile.count ? half_dims<HALF>(tile.k[i + j], d) : zero();
@@ -728,7 +741,7 @@ inline void pack_k(Scratch& w, const Tile& tile, const pg_attend_args& a) {
 // V of a tile to fp32, token-major: v_tile[token][d], dims in the order of the output.
 inline void pack_v(Scratch& w, const Tile& tile, const pg_attend_args& a) {
   for (int i = 0; i < tile.count; ++i) {
-    fetch(w, 1);
+    fetch_v(w, 1);
     for (int d = 0; d < DV; d += W) store(&w.v_tile[i][d], half_dims<HALFV>(tile.v[i], d));
   }
   (void)a;
@@ -797,7 +810,7 @@ inline void accumulate(Scratch& w, int row, const Tile& tile, F v) {
       for (int c = 0; c < STEP; ++c)
         acc[r][c] = c0 + c < CHUNKS ? mul(load(&w.o[row + r][(c0 + c) * W]), set1(w.alpha[row + r])) : zero();
     for (int i = tile.hidden; i < count; ++i) {
-      if (FETCHING && c0 == 0) fetch(w, 1);
+      if (FETCHING && c0 == 0) fetch_v(w, 1);
       V vv[STEP];
       for (int c = 0; c < STEP; c += 1) {
         vv[c] = zero();
@@ -874,16 +887,15 @@ void run(Scratch& w, const pg_attend_args& a, int64_t s, int64_t head, int heads
   range.from = std::max(range.from, *std::min_element(w.first, w.first + rows));
   const int64_t from = range.from / TILE_KV * TILE_KV;
   w.heads = heads;
-  w.price = 2 * (packed ? 1 : (rows + ROW_BLOCK - 1) / ROW_BLOCK);  // K and V are read once for each block of rows
-  w.k_to_next = a.k_stride_head;
-  w.v_to_next = a.v_stride_head;
+  w.passes = packed ? 1 : (rows + ROW_BLOCK - 1) / ROW_BLOCK;
   const auto tile_at = [&](int64_t t) -> Tile& { return w.tiles[(t - from) / TILE_KV % (PREFETCH + 1)]; };
   for (int64_t t = from; t < from + PREFETCH * TILE_KV; t += TILE_KV) locate(a, table, head, t, range, tile_at(t));
   for (int64_t t = from; t < range.to; t += TILE_KV) {
     Tile& ahead = tile_at(t + PREFETCH * TILE_KV);
     locate(a, table, head, t + PREFETCH * TILE_KV, range, ahead);
     w.ahead = &ahead;
-    w.fetched = w.fetched_heads = w.due = 0;
+    w.k_fetched = {a.k_stride_head, 0, 0, 0};
+    w.v_fetched = {a.v_stride_head, 0, 0, 0};
     Tile& tile = tile_at(t);
     for (int h = 0; h < heads; ++h) {
       const int first = h * rows, end = first + rows;

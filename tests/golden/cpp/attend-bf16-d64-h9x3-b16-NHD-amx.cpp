@@ -500,7 +500,7 @@ struct alignas(64) Scratch {
   int64_t limit[ROWS];  // tokens that a row sees
   Tile tiles[PREFETCH + 1];
   const Tile* ahead;  // the tile being prefetched
-  int fetched;        // its tokens that are under way
+  int fetched;  // its tokens that are under way
 };
 
 struct Sequence {
@@ -621,7 +621,7 @@ inline void locate(const pg_attend_args& a, const int32_t* table, int64_t head, 
 // Prefetches a few more tokens of the tile ahead. Called among the work on a tile: the misses of a burst of prefetches fill
 // the queue that the work's own loads stand in. Inlined by force: to GCC a function that only
 // prefetches does nothing, and its call may go.
-inline __attribute__((always_inline)) void fetch([[maybe_unused]] Scratch& w, [[maybe_unused]] int tokens = FETCH) {
+inline __attribute__((always_inline)) void fetch([[maybe_unused]] Scratch& w, int tokens = FETCH) {
   if (PREFETCH == 0) return;
   for (const int end = std::min(w.fetched + tokens, w.ahead->count); w.fetched < end; ++w.fetched) {
     for (int byte = 0; byte < 128; byte += 64) __builtin_prefetch(reinterpret_cast<const char*>(w.ahead->k[w.fetched]) + byte, 0, 2);

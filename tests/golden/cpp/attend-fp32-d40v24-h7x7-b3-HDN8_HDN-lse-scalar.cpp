@@ -1,5 +1,5 @@
 // attend cpu:scalar fp32-d40v24-h7x7-b3-HDN8_HDN-lse
-// tile_kv=64 tile_q=16 split_kv=1024 row_block=1 row_block_packed=6 pack_rows=16 prefetch=1
+// tile_kv=64 tile_q=16 split_kv=1024 tile_few=32 row_block=1 row_block_packed=6 pack_rows=16 prefetch=1
 //
 // A row is one query token of one query head. A work item is a tile of rows of one sequence that share a KV head,
 // and a range of that sequence's tokens: in decode the range is cut into parts of SPLIT_KV tokens, always at the same
@@ -349,7 +349,7 @@ constexpr int KV_HEADS = 7, GROUP = 1;
 constexpr int D = 40, DV = 24, BLOCK = 3;
 constexpr int TILE_KV = 64, TILE_Q = 16, SPLIT_KV = 1024;
 constexpr int ROW_BLOCK = 1, ROW_BLOCK_PACKED = 6;
-constexpr int PACK_ROWS = 16, PREFETCH = 1;
+constexpr int PACK_ROWS = 16, PREFETCH = 1, TILE_FEW = 32;
 constexpr bool CAUSAL = true;
 
 constexpr int DP = up(D, W), DVP = up(DV, W);  // rows of scratch are whole vectors, zero-filled
@@ -375,6 +375,13 @@ struct Tile {
   const C *k[TILE_KV], *v[TILE_KV];  // where they begin
 };
 
+// What of a tile is under way.
+struct Fetched {
+  int64_t to_next;    // from one KV head to the next
+  int tokens, heads;  // whole tokens, and heads of the next one
+  int due;            // work done for which nothing was prefetched yet
+};
+
 // What one thread works in. Sizes are compile-time facts, so the workspace is one multiplication.
 struct alignas(64) Scratch {
   float q[ROWS][DP];  // scaled by softmax scale * log2(e)
@@ -386,10 +393,8 @@ struct alignas(64) Scratch {
   float v_tile[TILE_KV][DVP];
   Tile tiles[PREFETCH + 1];
   const Tile* ahead;  // the tile being prefetched
-  int fetched;        // its tokens that are under way
-  int heads, fetched_heads;      // KV heads of the item; those of the next token that are under way
-  int due, price;                // work done that was not yet spent on prefetches, and what one head of a token costs
-  int64_t k_to_next, v_to_next;  // from one head to the next
+  int heads, passes;  // KV heads of the item; how often K and V of a tile are read
+  Fetched k_fetched, v_fetched;
 };
 
 struct Sequence {
@@ -486,10 +491,10 @@ struct Workspace {
 // --- one tile ---------------------------------------------------------------------------------------------------------
 
 // Makes `tile` the tokens from t on, of those in `range`: where each begins, through the block table.
-inline void locate(const pg_attend_args& a, const int32_t* table, int64_t head, int64_t t, Range range, Tile& tile) {
+inline void locate(const pg_attend_args& a, const int32_t* table, int64_t head, int64_t t, Range range, Tile& tile, int length) {
   const C* k_head = static_cast<const C*>(a.k_cache) + head * a.k_stride_head;
   const C* v_head = static_cast<const C*>(a.v_cache) + head * a.v_stride_head;
-  const int count = int(std::clamp<int64_t>(range.to - t, 0, TILE_KV));
+  const int count = int(std::clamp<int64_t>(range.to - t, 0, length));
   tile.t = t;
   tile.count = count;
   for (int i = 0; i < count;) {
@@ -507,10 +512,12 @@ inline void locate(const pg_attend_args& a, const int32_t* table, int64_t head, 
 // Tokens from `i` on, up to the end of the tile, that lie in one block.
 [[maybe_unused]] inline int run_of(const Tile& tile, int i) { return std::min(tile.count - i, BLOCK - int((tile.t + i) % BLOCK)); }
 
-// Prefetches as much of the tile ahead as belongs to the work on `tokens` tokens of K or of V. Called among the work on a tile: the misses of a burst of prefetches fill
-// the queue that the work's own loads stand in. Inlined by force: to GCC a function that only
-// prefetches does nothing, and its call may go.
-inline __attribute__((always_inline)) void fetch([[maybe_unused]] Scratch& w, [[maybe_unused]] int tokens) {
+// Prefetches as much of K or V of the tile ahead, in the order of memory, as belongs to the work on `tokens` tokens. Called
+// among that work: the misses of a burst of prefetches fill the queue that the work's own loads stand in. Inlined by force:
+// to GCC a function that only prefetches does nothing, and its call may go.
+inline __attribute__((always_inline)) void fetch_k([[maybe_unused]] Scratch& w, [[maybe_unused]] int tokens) {
+}
+inline __attribute__((always_inline)) void fetch_v([[maybe_unused]] Scratch& w, [[maybe_unused]] int tokens) {
 }
 
 // Keys of the tile up to the last that a row sees.
@@ -533,7 +540,7 @@ inline void row_blocks(int row, int end, F f) {
 inline void pack_k(Scratch& w, const Tile& tile, const pg_attend_args& a) {
   for (int i = 0; i < tile.count;) {
     const int n = run_of(tile, i);
-    fetch(w, n);
+    fetch_k(w, n);
     for (int d = 0; d < D; ++d) {
       const C* p = tile.k[i] + d / 8 * a.k_stride_dim + d % 8;
       for (int j = 0; j < n; ++j) w.k_tile[d][i + j] = widen(p[j * 8]);
@@ -548,7 +555,7 @@ inline void pack_k(Scratch& w, const Tile& tile, const pg_attend_args& a) {
 inline void pack_v(Scratch& w, const Tile& tile, const pg_attend_args& a) {
   for (int i = 0; i < tile.count;) {
     const int n = std::min(W, run_of(tile, i));
-    fetch(w, n);
+    fetch_v(w, n);
     for (int d = 0; d < DV; d += W) {
       V rows[W];
       for (int j = 0; j < W; ++j) rows[j] = d + j < DV ? load_dims(tile.v[i] + (d + j) * a.v_stride_dim, n) : zero();
@@ -621,7 +628,7 @@ inline void accumulate(Scratch& w, int row, const Tile& tile, F v) {
       for (int c = 0; c < STEP; ++c)
         acc[r][c] = c0 + c < CHUNKS ? mul(load(&w.o[row + r][(c0 + c) * W]), set1(w.alpha[row + r])) : zero();
     for (int i = 0; i < count; ++i) {
-      if (FETCHING && c0 == 0) fetch(w, 1);
+      if (FETCHING && c0 == 0) fetch_v(w, 1);
       V vv[STEP];
       for (int c = 0; c < STEP; c += 1) {
         vv[c] = zero();
@@ -685,21 +692,21 @@ void run(Scratch& w, const pg_attend_args& a, int64_t s, int64_t head, int heads
   const bool packed = rows >= PACK_ROWS;
   range.to = std::min(range.to, *std::max_element(w.limit, w.limit + rows));
   const int64_t from = range.from;
+  const int length = packed ? TILE_KV : std::min(TILE_FEW, TILE_KV);
   w.heads = heads;
-  w.price = 2 * (packed ? 1 : (rows + ROW_BLOCK - 1) / ROW_BLOCK);  // K and V are read once for each block of rows
-  w.k_to_next = a.k_stride_head;
-  w.v_to_next = a.v_stride_head;
-  const auto tile_at = [&](int64_t t) -> Tile& { return w.tiles[(t - from) / TILE_KV % (PREFETCH + 1)]; };
-  for (int64_t t = from; t < from + PREFETCH * TILE_KV; t += TILE_KV) locate(a, table, head, t, range, tile_at(t));
-  for (int64_t t = from; t < range.to; t += TILE_KV) {
-    Tile& ahead = tile_at(t + PREFETCH * TILE_KV);
-    locate(a, table, head, t + PREFETCH * TILE_KV, range, ahead);
+  w.passes = packed ? 1 : (rows + ROW_BLOCK - 1) / ROW_BLOCK;
+  const auto tile_at = [&](int64_t t) -> Tile& { return w.tiles[(t - from) / length % (PREFETCH + 1)]; };
+  for (int64_t t = from; t < from + PREFETCH * length; t += length) locate(a, table, head, t, range, tile_at(t), length);
+  for (int64_t t = from; t < range.to; t += length) {
+    Tile& ahead = tile_at(t + PREFETCH * length);
+    locate(a, table, head, t + PREFETCH * length, range, ahead, length);
     w.ahead = &ahead;
-    w.fetched = w.fetched_heads = w.due = 0;
+    w.k_fetched = {a.k_stride_head, 0, 0, 0};
+    w.v_fetched = {a.v_stride_head, 0, 0, 0};
     Tile& tile = tile_at(t);
     for (int h = 0; h < heads; ++h) {
       const int first = h * rows, end = first + rows;
-      if (h > 0) locate(a, table, head + h, t, range, tile);
+      if (h > 0) locate(a, table, head + h, t, range, tile, length);
       scores(w, first, end, packed, tile, a);
       for (int row = first; row < end; ++row) softmax_step(w, row, tile);
       values(w, first, end, packed, tile, a);

@@ -26,6 +26,10 @@ if [ "$(uname -m)" != aarch64 ] && { ! command -v aarch64-linux-gnu-g++ || ! com
   debian g++-aarch64-linux-gnu qemu-user ||
     echo "install: no cross compiler or emulator for AArch64, and none could be installed; tests of NEON kernels skip" >&2
 fi
+# Tuners share a study over a server, which tests start for themselves.
+if ! command -v postgres >/dev/null && [ -z "$(ls -d /usr/lib/postgresql/*/bin 2>/dev/null)" ]; then
+  debian postgresql || echo "install: no PostgreSQL, and it could not be installed; tests of a study on a server skip" >&2
+fi
 if [ ! -x "$venv/bin/python" ]; then
   "$python" -m venv "$venv" || { debian python3-venv && "$python" -m venv "$venv"; } ||
     fail "python -m venv failed; install the venv module (Debian: apt-get install python3-venv)"

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Self, cast
@@ -36,7 +36,7 @@ from pagegen.spec import KernelSpec, Op, Phase
 from pagegen.target import Target, detect, parse_target
 from pagegen.tuning.baselines import SdpaBaselines
 from pagegen.tuning.contest import Conditions
-from pagegen.tuning.machine import exclusive
+from pagegen.tuning.machine import exclusive, working
 from pagegen.tuning.measure import Measurement, geomean_of_medians, measure, stopwatch_for
 from pagegen.tuning.workload import Inputs, Point, Pool, Workload, cold_bytes_on
 
@@ -107,20 +107,23 @@ class Timer:
         with_sdpa: bool = False,
         warm: bool = False,
     ) -> Measurement:
-        """Times `attend` of each config, and the SDPA forms, on one batch, while no other timing runs on this machine.
+        """Times `attend` of each config, and the SDPA forms, on one batch. The caller holds `machine.exclusive`.
 
         Raises TimerDied if a candidate took the process with it; PagegenError for what it refuses.
         """
-        if self._process and self._process.poll() is not None:  # died in its sleep: nobody's fault
-            self.close()
-        connection = self._connection or self._start()
-        with exclusive():
-            connection.send(_Request(configs, anchor, point, seconds, with_sdpa, warm))
-            answer = self._receive(connection, seconds + POINT_TIMEOUT)
+        connection = self.start()
+        connection.send(_Request(configs, anchor, point, seconds, with_sdpa, warm))
+        answer = self._receive(connection, seconds + POINT_TIMEOUT)
         if isinstance(answer, PagegenError):
             raise answer
         assert isinstance(answer, Measurement)
         return answer
+
+    def start(self) -> Connection:
+        """Sees to it that the process runs: this takes seconds. Raises TimerDied."""
+        if self._process and self._process.poll() is not None:  # died in its sleep: nobody's fault
+            self.close()
+        return self._connection or self._start()
 
     def close(self) -> None:
         """Ends the process."""
@@ -208,9 +211,20 @@ def _answer(request: _Request, pool: Pool, target: Target, kernels: dict[Config,
 
 
 class Evaluator:
-    """Evaluates configs of `attend` for one spec on this machine. A context manager: it owns the timing process."""
+    """Evaluates configs of `attend` for one spec on this machine. A context manager: it owns the timing process.
 
-    def __init__(self, spec: KernelSpec, target: Target, workloads: Mapping[Phase, Workload]) -> None:
+    Of several evaluators on one machine one times, and no other builds or gates meanwhile if that takes the cores that
+    are timed. `say` is told who is waited for, on stderr by default.
+    """
+
+    def __init__(
+        self,
+        spec: KernelSpec,
+        target: Target,
+        workloads: Mapping[Phase, Workload],
+        say: Callable[[str], None] | None = None,
+    ) -> None:
+        self._say = say
         self.spec, self.target, self.workloads = spec, target, workloads
         self.default = template_for(Op.ATTEND, spec, target).space(spec, target).default
         self.threads = detect().threads
@@ -255,18 +269,22 @@ class Evaluator:
         """
         try:
             workload = self.workloads[phase]
-            return {
-                point: self._timer.time(configs, anchor, point, seconds, with_sdpa=with_sdpa, warm=workload.warm)
-                for point in workload.points
-            }
+            self._timer.start()
+            with exclusive(say=self._say):
+                return {
+                    point: self._timer.time(configs, anchor, point, seconds, with_sdpa=with_sdpa, warm=workload.warm)
+                    for point in workload.points
+                }
         except TimerDied as error:
             raise CheckError(f"a config that had passed the gate failed in {phase}: {error}; run the command again") from None
 
     def _gated(self, config: Config) -> tuple[Evaluation | None, float]:
         """None if it passes; and the gate's seconds."""
         values = config.to_dict()
+        disturbing = working(say=self._say) if self.target.kind == "cpu" else contextlib.nullcontext()
         try:
-            report = check_variant(render(variant(Op.ATTEND, self.spec, self.target, config)))
+            with disturbing:
+                report = check_variant(render(variant(Op.ATTEND, self.spec, self.target, config)))
         except (BuildError, RenderError) as error:
             if config == self.default:
                 raise
@@ -279,13 +297,16 @@ class Evaluator:
         name = next(reversed(configs))
         points, warm = self.workloads[phase].points, self.workloads[phase].warm
         measured: list[Measurement] = []
-        for point in points:
-            try:
-                measured.append(self._timer.time(configs, DEFAULT, point, POINT_SECONDS, warm=warm))
-            except TimerDied as error:
-                return Evaluation(error.status, values, f"{point.name}: {error}")
-            except PagegenError as error:
-                return Evaluation(Status.RUN_ERROR, values, f"{point.name}: {error}")
+        with contextlib.suppress(TimerDied):  # the first batch's timing says what is wrong with it
+            self._timer.start()
+        with exclusive(say=self._say):  # over all batches, or others would work between them
+            for point in points:
+                try:
+                    measured.append(self._timer.time(configs, DEFAULT, point, POINT_SECONDS, warm=warm))
+                except TimerDied as error:
+                    return Evaluation(error.status, values, f"{point.name}: {error}")
+                except PagegenError as error:
+                    return Evaluation(Status.RUN_ERROR, values, f"{point.name}: {error}")
         score = geomean_of_medians([m.ratios(name) for m in measured], [point.weight for point in points])
         timings = {point.name: m.timing(name) for point, m in zip(points, measured, strict=True)}
         conditions = Conditions.of(measured)

@@ -28,8 +28,9 @@ from pagegen.tuning.evaluate import Evaluator
 from pagegen.tuning.measure import Interval, Measurement
 from pagegen.tuning.report import write_report
 from pagegen.tuning.roofline import Roofline, measure_roofline
-from pagegen.tuning.search import BucketStudy, Progress, search, share_trials
+from pagegen.tuning.search import Progress, search, share_trials
 from pagegen.tuning.storage import export_jsonl, open_storage
+from pagegen.tuning.study import BucketStudy
 from pagegen.tuning.workloads import Selection, select
 
 FINALISTS = 3

@@ -35,16 +35,32 @@ def exclusive(path: Path | None = None, say: Callable[[str], None] | None = None
     releases it when its holder dies, however it dies. Not to be held twice in one process. Raises ConfigError if the
     lock cannot be opened.
     """
+    with _held(path, fcntl.LOCK_EX, "timing", say):
+        yield
+
+
+@contextlib.contextmanager
+def working(path: Path | None = None, say: Callable[[str], None] | None = None) -> Iterator[None]:
+    """Keeps timings waiting while something runs that would disturb them, and waits while one runs.
+
+    Any number may work at once. Otherwise as `exclusive`.
+    """
+    with _held(path, fcntl.LOCK_SH, "work", say):
+        yield
+
+
+@contextlib.contextmanager
+def _held(path: Path | None, kind: int, what: str, say: Callable[[str], None] | None) -> Iterator[None]:
     path = path or timing_lock()
     while True:
         handle = _open(path)
         try:
             try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(handle, kind | fcntl.LOCK_NB)
             except BlockingIOError:
                 holder = os.pread(handle, 400, 0).decode(errors="replace").strip() or "another process"
-                (say or _to_stderr)(f"timing waits for {holder}")
-                fcntl.flock(handle, fcntl.LOCK_EX)
+                (say or _to_stderr)(f"{what} waits for {holder}")
+                fcntl.flock(handle, kind)
             if not _is_still(path, handle):
                 continue  # removed by somebody who cleans up: others would lock the new file
             os.ftruncate(handle, 0)

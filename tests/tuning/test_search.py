@@ -10,24 +10,28 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from optuna.storages import BaseStorage
 
 from pagegen.errors import ConfigError
 from pagegen.records import Evaluation, Status
 from pagegen.space import Config, ConfigSpace, Constraint, Knob
-from pagegen.tuning.search import MAX_LOSSES, BucketStudy, Progress, search, share_trials
-from pagegen.tuning.storage import Storage, open_storage
+from pagegen.tuning.search import Progress, search, share_trials
+from pagegen.tuning.storage import open_storage
+from pagegen.tuning.study import MAX_LOSSES, BucketStudy
 
 from .fake_tune import SPACE, score
 
 ROOT = Path(__file__).parents[2]
+DEAD_BEAT = 0.02  # seconds, where everybody else is dead: their leases lapse in a moment
+LIVE_BEAT = 0.4  # where they live, on a machine that may be busy
 
 
 @pytest.fixture
-def storage(tmp_path: Path) -> Storage:
+def storage(tmp_path: Path) -> BaseStorage:
     return open_storage(None, tmp_path)
 
 
-def run(storage: Storage, total: int, evaluate: Callable[[Config], Evaluation] = score, space: ConfigSpace = SPACE) -> BucketStudy:
+def run(storage: BaseStorage, total: int, evaluate: Callable[[Config], Evaluation] = score, space: ConfigSpace = SPACE) -> BucketStudy:
     """Opens the study, searches until its total, and closes it."""
     study = BucketStudy(storage, "s", space, {}, total=total)
     try:
@@ -51,19 +55,41 @@ def counts(study: BucketStudy) -> Counter[str]:
     return Counter(found.status.value for _, found in study.evaluations)
 
 
-def start_tuner(storage: Path | str, total: int, seconds: float) -> subprocess.Popen[str]:
-    words = [sys.executable, "-m", "tests.tuning.fake_tune", str(storage), str(total), str(seconds)]
-    return subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+def start_tuner(
+    storage: Path | str, total: int, seconds: float = 0.01, *, beat: float = LIVE_BEAT, hangs: int = 0
+) -> subprocess.Popen[str]:
+    """A tuner of its own process; see fake_tune."""
+    words = [storage, total, seconds, beat, hangs]
+    command = [sys.executable, "-m", "tests.tuning.fake_tune", *map(str, words)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
 
 
-def test_the_default_is_evaluated_first_and_every_config_once(storage: Storage) -> None:
+def until_it_hangs(tuner: subprocess.Popen[str], number: int) -> tuple[list[str], str]:
+    """Waits for the evaluation of that number to begin: the configs evaluated before, and the one in flight."""
+    assert tuner.stdout
+    lines = [tuner.stdout.readline().strip() for _ in range(2 * number - 1)]
+    return ended(lines), lines[-1].removeprefix("begin ")
+
+
+def kill(tuner: subprocess.Popen[str]) -> None:
+    """Ends a tuner with SIGKILL."""
+    os.kill(tuner.pid, signal.SIGKILL)
+    tuner.communicate()
+
+
+def ended(lines: list[str]) -> list[str]:
+    """The configs whose evaluation a tuner had ended."""
+    return [line.removeprefix("end ") for line in lines if line.startswith("end")]
+
+
+def test_the_default_is_evaluated_first_and_every_config_once(storage: BaseStorage) -> None:
     seen: list[Config] = []
     study = run(storage, 25, noting(seen))
     assert seen[0] == SPACE.default
     assert len(seen) == len(set(seen)) == 25 == len(study.evaluations)
 
 
-def test_the_search_finds_the_bottom_of_a_bowl(storage: Storage) -> None:
+def test_the_search_finds_the_bottom_of_a_bowl(storage: BaseStorage) -> None:
     best = run(storage, 30).ranked()[0]
     assert best.score is not None and best.score <= 1.25
 
@@ -78,25 +104,25 @@ def test_a_total_counts_over_resumes(tmp_path: Path, kind: str) -> None:
     assert (third.resumed, len(third.evaluations)) == (10, 10)
 
 
-def test_a_resumed_search_is_not_a_repetition_of_the_first(storage: Storage) -> None:
+def test_a_resumed_search_is_not_a_repetition_of_the_first(storage: BaseStorage) -> None:
     seen: list[Config] = []
     run(storage, 6, noting(seen))
     run(storage, 12, noting(seen))
     assert len(set(seen)) == 12
 
 
-def test_an_exhausted_space_ends_the_search(storage: Storage) -> None:
+def test_an_exhausted_space_ends_the_search(storage: BaseStorage) -> None:
     small = ConfigSpace((Knob("a", (1, 2), 1), Knob("b", (True, False), True)))
     study = run(storage, 50, lambda config: Evaluation(Status.PASSED, config.to_dict(), score=1.0), small)
     assert len(study.evaluations) == 4
 
 
-def test_a_space_without_knobs_has_its_default_evaluated(storage: Storage) -> None:
+def test_a_space_without_knobs_has_its_default_evaluated(storage: BaseStorage) -> None:
     study = run(storage, 5, lambda config: Evaluation(Status.PASSED, {}, score=1.0), ConfigSpace(()))
     assert len(study.evaluations) == 1
 
 
-def test_failing_configs_are_tried_once_and_the_valid_one_wins(storage: Storage) -> None:
+def test_failing_configs_are_tried_once_and_the_valid_one_wins(storage: BaseStorage) -> None:
     space = ConfigSpace((Knob("a", (1, 2, 3, 4), 1),))
     asked: Counter[int] = Counter()
 
@@ -113,13 +139,13 @@ def test_failing_configs_are_tried_once_and_the_valid_one_wins(storage: Storage)
     assert counts(study) == {"PASSED": 1, "RUN_ERROR": 2, "TIMEOUT": 1}
 
 
-def test_all_failing_leaves_no_best(storage: Storage) -> None:
+def test_all_failing_leaves_no_best(storage: BaseStorage) -> None:
     study = run(storage, 9, lambda config: Evaluation(Status.INCORRECT, config.to_dict(), "wrong"))
     assert not study.ranked() and counts(study) == {"INCORRECT": 9}
 
 
 @pytest.mark.parametrize("broken", [float("inf"), float("-inf"), float("nan"), 0.0, -1.0])
-def test_a_score_that_is_no_time_is_a_failure_and_never_best(storage: Storage, broken: float) -> None:
+def test_a_score_that_is_no_time_is_a_failure_and_never_best(storage: BaseStorage, broken: float) -> None:
     def evaluate(config: Config) -> Evaluation:
         value = broken if config.to_dict()["order"] == "columns" else 3.0
         return Evaluation(Status.PASSED, config.to_dict(), score=value)
@@ -144,7 +170,7 @@ def test_ties_are_broken_by_a_fixed_order(tmp_path: Path) -> None:
     assert orders[0] == orders[1] and len(orders[0]) == 8
 
 
-def test_configs_that_break_a_constraint_are_never_evaluated_nor_counted(storage: Storage) -> None:
+def test_configs_that_break_a_constraint_are_never_evaluated_nor_counted(storage: BaseStorage) -> None:
     odd = Constraint(lambda v: int(v["a"]) % 2 == 0, "a must be even")
     space = ConfigSpace((Knob("a", tuple(range(12)), 0),), (odd,))
     study = run(storage, 50, lambda config: Evaluation(Status.PASSED, config.to_dict(), score=1.0 + int(config.to_dict()["a"])), space)
@@ -160,7 +186,7 @@ CHANGED = {
 
 
 @pytest.mark.parametrize("space", CHANGED.values(), ids=CHANGED)
-def test_a_changed_space_opens_a_new_study_and_its_best_lies_inside(storage: Storage, space: ConfigSpace) -> None:
+def test_a_changed_space_opens_a_new_study_and_its_best_lies_inside(storage: BaseStorage, space: ConfigSpace) -> None:
     def evaluate(config: Config) -> Evaluation:
         return Evaluation(Status.PASSED, config.to_dict(), score=1 / int(config.to_dict()["a"]))
 
@@ -170,7 +196,7 @@ def test_a_changed_space_opens_a_new_study_and_its_best_lies_inside(storage: Sto
     assert space.config(new.ranked()[0].config) in set(space)
 
 
-def test_the_same_space_in_another_order_is_the_same_study(storage: Storage) -> None:
+def test_the_same_space_in_another_order_is_the_same_study(storage: BaseStorage) -> None:
     knobs = Knob("a", (16, 32), 16), Knob("b", ("x", "y"), "x")
     one = run(storage, 3, lambda c: Evaluation(Status.PASSED, c.to_dict(), score=1.0), ConfigSpace(knobs))
     turned = Knob("b", ("y", "x"), "x"), Knob("a", (32, 16), 16)
@@ -178,12 +204,12 @@ def test_the_same_space_in_another_order_is_the_same_study(storage: Storage) -> 
     assert two.name == one.name and two.resumed == 3 and len(two.evaluations) == 4
 
 
-def test_another_identity_opens_a_new_study(storage: Storage) -> None:
+def test_another_identity_opens_a_new_study(storage: BaseStorage) -> None:
     names = {BucketStudy(storage, "s", SPACE, {"compiler": version}).name for version in ("12", "13", "12")}
     assert len(names) == 2
 
 
-def test_ctrl_c_gives_the_claim_back_and_the_config_is_tried_again(storage: Storage) -> None:
+def test_ctrl_c_gives_the_claim_back_and_the_config_is_tried_again(storage: BaseStorage) -> None:
     calls = 0
 
     def interrupted(config: Config) -> Evaluation:
@@ -200,7 +226,7 @@ def test_ctrl_c_gives_the_claim_back_and_the_config_is_tried_again(storage: Stor
     assert caught.value.args[0].to_dict() in [dict(found.config) for _, found in study.evaluations]
 
 
-def test_buckets_share_trials_and_take_turns(storage: Storage) -> None:
+def test_buckets_share_trials_and_take_turns(storage: BaseStorage) -> None:
     shares = share_trials(11, ["decode", "prefill", "mixed"])
     assert shares == {"decode": 4, "prefill": 4, "mixed": 3}
     with pytest.raises(ConfigError, match="--trials 2"):
@@ -215,51 +241,103 @@ def test_buckets_share_trials_and_take_turns(storage: Storage) -> None:
         study.close()
 
 
-def test_no_trial_begins_after_the_budget(storage: Storage) -> None:
+def test_no_trial_begins_after_the_budget(storage: BaseStorage) -> None:
     study = BucketStudy(storage, "s", SPACE, {}, total=9)
     assert search({"only": study}, {"only": score}, budget=0.0) == 0
     study.close()
 
 
 def test_a_killed_tuner_is_continued_and_loses_only_the_trial_in_flight(tmp_path: Path) -> None:
-    tuner = start_tuner(tmp_path / "journal.log", 10, 0.05)
-    assert tuner.stdout
-    lines = [tuner.stdout.readline() for _ in range(9)]  # four evaluations ended, the fifth has begun
-    os.kill(tuner.pid, signal.SIGKILL)
-    tuner.wait()
-    lines += tuner.stdout.readlines()
-    tuner.stdout.close()
-    in_flight = lines[-1].removeprefix("begin ").strip()
-    again = BucketStudy(open_storage(None, tmp_path), "fake", SPACE, {}, total=10)
-    assert again.lost == 1 and again.resumed == sum(line.startswith("end") for line in lines)
+    tuner = start_tuner(tmp_path / "journal.log", 10, hangs=5)
+    done, in_flight = until_it_hangs(tuner, 5)
+    kill(tuner)
+    again = BucketStudy(open_storage(None, tmp_path), "fake", SPACE, {}, total=10, beat=DEAD_BEAT)
+    assert again.resumed == len(done) == 4
     seen: list[Config] = []
     search({"only": again}, {"only": noting(seen)})
     again.close()
-    assert seen[0].slug == in_flight
+    assert in_flight in [config.slug for config in seen] and again.lost == 1
     assert len(again.evaluations) == 10 == again.resumed + len(seen)
     third = BucketStudy(open_storage(None, tmp_path), "fake", SPACE, {}, total=10)
-    assert (third.resumed, third.lost) == (10, 0)
+    assert (third.resumed, third.lost, third.claim()) == (10, 0, None)
     third.close()
 
 
 def test_a_config_that_always_kills_its_tuner_is_a_failure_and_not_tried_for_ever(tmp_path: Path) -> None:
-    for _ in range(MAX_LOSSES):  # the default is first in the queue each time
-        tuner = start_tuner(tmp_path / "journal.log", 5, 60)
-        assert tuner.stdout and "begin" in tuner.stdout.readline()
-        os.kill(tuner.pid, signal.SIGKILL)
-        tuner.wait()
-        tuner.stdout.close()
-    study = BucketStudy(open_storage(None, tmp_path), "fake", SPACE, {}, total=5)
+    for times in range(MAX_LOSSES):  # the default is first in the queue each time
+        study = BucketStudy(open_storage(None, tmp_path), "fake", SPACE, {}, total=5, beat=DEAD_BEAT)
+        while study.holders:
+            study.recover()
+        study.close()
+        assert study.lost == min(times, 1)
+        tuner = start_tuner(tmp_path / "journal.log", 5, hangs=1)
+        assert until_it_hangs(tuner, 1) == ([], SPACE.default.slug)
+        kill(tuner)
+    study = BucketStudy(open_storage(None, tmp_path), "fake", SPACE, {}, total=5, beat=DEAD_BEAT)
     seen: list[Config] = []
     search({"only": study}, {"only": noting(seen)})
     study.close()
     deadly = [found for _, found in study.evaluations if f"died {MAX_LOSSES} times" in found.reason]
     assert [found.config for found in deadly] == [SPACE.default.to_dict()] and deadly[0].status is Status.RUN_ERROR
-    assert SPACE.default not in seen and len(seen) == 4 and len(study.evaluations) == 5
+    assert SPACE.default not in seen and len(study.evaluations) == 5
+
+
+def test_a_living_worker_takes_over_the_trial_of_one_that_is_killed(tmp_path: Path) -> None:
+    doomed = start_tuner(tmp_path / "journal.log", 12, hangs=3)
+    done, in_flight = until_it_hangs(doomed, 3)
+    living = start_tuner(tmp_path / "journal.log", 12)
+    done += until_it_hangs(living, 2)[0]  # it is at work beside the other
+    kill(doomed)
+    lines = living.communicate(timeout=120)[0].splitlines()
+    assert living.returncode == 0 and lines[-1] == "resumed 2 lost 1"
+    assert in_flight in ended(lines)
+    done += ended(lines)
+    assert len(done) == len(set(done)) == 12
+    study = BucketStudy(open_storage(None, tmp_path), "fake", SPACE, {}, total=12)
+    assert (study.resumed, study.lost, study.holders) == (12, 0, [])
+    study.close()
+
+
+def test_a_result_that_comes_after_its_lease_has_lapsed_is_not_counted_twice(storage: BaseStorage) -> None:
+    sleeper = BucketStudy(storage, "s", SPACE, {}, total=3, beat=60)  # as if its process were stopped
+    late = sleeper.claim()
+    assert late
+    other = BucketStudy(storage, "s", SPACE, {}, total=3, beat=DEAD_BEAT)
+    search({"only": other}, {"only": score})
+    assert other.lost == 1 and late.config in [SPACE.config(found.config) for _, found in other.evaluations]
+    before = other.evaluations
+    sleeper.finish(late, score(late.config))
+    assert other.evaluations == before and len(before) == 3
+    sleeper.close()
+    other.close()
+
+
+def test_a_worker_that_is_alive_keeps_its_trial_however_long_it_takes(storage: BaseStorage) -> None:
+    slow = BucketStudy(storage, "s", SPACE, {}, total=2, beat=DEAD_BEAT)
+    claim = slow.claim()
+    assert claim
+    observer = BucketStudy(storage, "s", SPACE, {}, total=2, beat=0.2)  # sees ten beats in each of its own
+    seen: list[Config] = []
+    search({"only": observer}, {"only": noting(seen)}, budget=2.0)  # beyond LAPSED_BEATS of them
+    assert observer.lost == 0 and claim.config not in seen and observer.holders
+    slow.finish(claim, score(claim.config))
+    assert len(observer.evaluations) == 2 and not observer.holders
+    slow.close()
+    observer.close()
+
+
+def test_a_process_that_dies_in_choosing_a_config_stops_nobody(storage: BaseStorage) -> None:
+    study = BucketStudy(storage, "s", SPACE, {}, total=3, beat=DEAD_BEAT)
+    study._study.ask(study._coding.distributions)  # the default, out of the queue; and here it ended
+    study._study.ask()  # and one without even a config
+    search({"only": study}, {"only": score})
+    study.close()
+    assert len(study.evaluations) == 3 and study.lost == 0
+    assert SPACE.default.to_dict() in [found.config for _, found in study.evaluations]
 
 
 def test_two_processes_on_one_journal_make_the_total_together(tmp_path: Path) -> None:
-    tuners = [start_tuner(tmp_path / "journal.log", 20, 0.02) for _ in range(2)]
+    tuners = [start_tuner(tmp_path / "journal.log", 20) for _ in range(2)]
     lines = [line for tuner in tuners for line in tuner.communicate(timeout=120)[0].splitlines()]
     assert [tuner.returncode for tuner in tuners] == [0, 0]
     begun = [line for line in lines if line.startswith("begin")]
@@ -275,7 +353,7 @@ def test_two_processes_on_one_journal_make_the_total_together(tmp_path: Path) ->
 @pytest.mark.parametrize("kind", ["journal", "sqlite"])
 def test_eight_processes_open_one_new_storage_at_once(tmp_path: Path, kind: str) -> None:
     url = f"sqlite:///{tmp_path}/trials.db" if kind == "sqlite" else str(tmp_path / "journal.log")
-    tuners = [start_tuner(url, 40, 0.005) for _ in range(8)]
+    tuners = [start_tuner(url, 40, 0.005, beat=3.0) for _ in range(8)]  # none is taken for dead on busy cores
     lines = [line for tuner in tuners for line in tuner.communicate(timeout=280)[0].splitlines()]
     assert {tuner.returncode for tuner in tuners} == {0}
     begun = [line for line in lines if line.startswith("begin")]

@@ -13,15 +13,14 @@ import pytest
 
 from pagegen.errors import ConfigError
 from pagegen.records import Evaluation, Status
-from pagegen.tuning.storage import KernelLock, Owner, export_jsonl, is_alive, open_storage
+from pagegen.tuning.storage import KernelLock, export_jsonl, open_storage
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from pagegen.tuning.storage import KernelLock, Owner
-lock, owner = KernelLock(Path(sys.argv[1])), Owner(Path(sys.argv[1]).parent)
-lock.acquire()
-print(owner.token, flush=True)
+from pagegen.tuning.storage import KernelLock
+KernelLock(Path(sys.argv[1])).acquire()
+print("held", flush=True)
 time.sleep(600)
 """
 
@@ -31,8 +30,7 @@ def test_a_killed_holder_blocks_nobody(tmp_path: Path) -> None:
     journal.touch()
     holder = subprocess.Popen([sys.executable, "-c", HOLD, str(journal)], stdout=subprocess.PIPE, text=True)
     assert holder.stdout
-    token = holder.stdout.readline().strip()
-    assert is_alive(tmp_path, token)
+    assert holder.stdout.readline() == "held\n"
     os.kill(holder.pid, signal.SIGKILL)
     holder.wait()
     holder.stdout.close()
@@ -41,25 +39,23 @@ def test_a_killed_holder_blocks_nobody(tmp_path: Path) -> None:
     assert lock.acquire()
     lock.release()
     assert time.monotonic() - begin < 10  # Optuna's own locks wait for 30 s
-    assert not is_alive(tmp_path, token)
-    assert not list(tmp_path.glob(".owner-*"))
 
 
 @pytest.mark.parametrize("torn", [b"{", b'{"op_code":4,"worker_id":"x","study_id":0', b"\x00\xff"])
 def test_a_line_that_was_torn_by_a_kill_is_cut_and_nothing_else(tmp_path: Path, torn: bytes) -> None:
-    first = optuna.create_study(storage=open_storage(None, tmp_path).backend, study_name="s")
+    first = optuna.create_study(storage=open_storage(None, tmp_path), study_name="s")
     first.add_trial(optuna.trial.create_trial(value=1.0))
     with (tmp_path / "journal.log").open("ab") as file:
         file.write(torn)
-    second = optuna.load_study(storage=open_storage(None, tmp_path).backend, study_name="s")
+    second = optuna.load_study(storage=open_storage(None, tmp_path), study_name="s")
     second.add_trial(optuna.trial.create_trial(value=2.0))
-    third = optuna.load_study(storage=open_storage(None, tmp_path).backend, study_name="s")
+    third = optuna.load_study(storage=open_storage(None, tmp_path), study_name="s")
     assert [trial.value for trial in third.trials] == [1.0, 2.0]
     assert [trial.value for trial in first.trials] == [1.0, 2.0]  # who had it open all along reads on
 
 
 def test_damage_in_the_middle_is_refused_with_a_remedy(tmp_path: Path) -> None:
-    study = optuna.create_study(storage=open_storage(None, tmp_path).backend, study_name="s")
+    study = optuna.create_study(storage=open_storage(None, tmp_path), study_name="s")
     study.add_trial(optuna.trial.create_trial(value=1.0))
     journal = tmp_path / "journal.log"
     lines = journal.read_bytes().splitlines(keepends=True)
@@ -79,7 +75,7 @@ def test_a_file_that_is_no_journal_is_refused_and_left_alone(text: str, tmp_path
 @pytest.mark.parametrize("torn", ["", '{"op', '{"op_code":0,"worker_id":"x"'])
 def test_a_journal_whose_first_line_is_torn_is_one(torn: str, tmp_path: Path) -> None:
     (tmp_path / "journal.log").write_text(torn)
-    optuna.create_study(storage=open_storage(None, tmp_path).backend, study_name="s")
+    optuna.create_study(storage=open_storage(None, tmp_path), study_name="s")
     assert (tmp_path / "journal.log").read_bytes().startswith(b'{"op_code":0,') and b'"s"' in (tmp_path / "journal.log").read_bytes()
 
 
@@ -92,16 +88,9 @@ def test_a_storage_that_cannot_be_opened_is_refused_in_one_line(tmp_path: Path, 
 
 def test_sqlite_is_a_storage_too(tmp_path: Path) -> None:
     storage = open_storage(f"sqlite:///{tmp_path}/trials.db", tmp_path / "elsewhere")
-    study = optuna.create_study(storage=storage.backend)
+    study = optuna.create_study(storage=storage)
     study.add_trial(optuna.trial.create_trial(value=1.0))
-    assert study.best_value == 1.0 and storage.folder == tmp_path
-
-
-def test_a_closed_owner_leaves_no_file(tmp_path: Path) -> None:
-    owner = Owner(tmp_path)
-    assert is_alive(tmp_path, owner.token)
-    owner.close()
-    assert not is_alive(tmp_path, owner.token) and not list(tmp_path.iterdir())
+    assert study.best_value == 1.0 and [path.name for path in tmp_path.iterdir()] == ["trials.db"]
 
 
 def test_the_export_holds_one_evaluation_a_line(tmp_path: Path) -> None:

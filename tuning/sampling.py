@@ -1,0 +1,94 @@
+"""Who proposes configs, by name, and how a config is written as a trial's parameters."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
+from optuna.samplers import BaseSampler, GPSampler, RandomSampler, TPESampler
+
+from pagegen.errors import ConfigError
+from pagegen.space import Config, ConfigSpace, Knob, Value
+
+BRUTE = "brute"  # every config in the order of the space: needs no sampler of Optuna's
+SAMPLERS = ("tpe", "gp", "random", BRUTE)
+
+
+def require_sampler(name: str) -> None:
+    """Raises ConfigError for a sampler that is not known, or lacks what it computes with."""
+    if name not in SAMPLERS:
+        raise ConfigError(f"--sampler {name} is not known; allowed: {', '.join(SAMPLERS)}")
+    if name == "gp" and importlib.util.find_spec("scipy") is None:
+        raise ConfigError("--sampler gp needs scipy, which is not installed: pip install scipy, or use --sampler tpe")
+
+
+def make_sampler(name: str, seed: str, startup: int) -> BaseSampler:
+    """Optuna's sampler, which draws its first `startup` proposals at random. The same text seeds it alike."""
+    number = int.from_bytes(hashlib.sha256(seed.encode()).digest()[:4], "big")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        match name:
+            case "tpe":  # constant_liar: what other workers are evaluating is not proposed again
+                return TPESampler(seed=number, multivariate=True, constant_liar=True, n_startup_trials=startup)
+            case "gp":
+                return GPSampler(seed=number, n_startup_trials=startup)
+            case _:
+                return RandomSampler(seed=number)
+
+
+class Coding:
+    """Configs of a space as parameters of trials, and back.
+
+    Numbers are sampled by their place in order, so that neighbours are neighbours; anything else is a category.
+    """
+
+    def __init__(self, space: ConfigSpace) -> None:
+        self._knobs = space.knobs
+        self.distributions: dict[str, BaseDistribution] = {knob.name: _distribution(knob) for knob in space.knobs}
+        knobs = {knob.name: [repr(value) for value in _in_order(knob)] for knob in space.knobs}
+        self.digest = digest({"knobs": knobs, "constraints": sorted(rule.reason for rule in space.constraints)})
+
+    def encode(self, config: Config) -> dict[str, Any]:
+        """The parameters of a config."""
+        values = config.to_dict()
+        return {knob.name: _to_param(knob, values[knob.name]) for knob in self._knobs}
+
+    def decode(self, params: Mapping[str, Any]) -> Config:
+        """The config of parameters."""
+        return Config(tuple((knob.name, _from_param(knob, params[knob.name])) for knob in self._knobs))
+
+    def fits(self, params: Mapping[str, Any]) -> bool:
+        """Whether every knob, and nothing else, has a parameter: not so while a trial is being chosen."""
+        return params.keys() == self.distributions.keys()
+
+
+def digest(value: Mapping[str, Any]) -> str:
+    """A short hash of plain values."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _is_ordinal(knob: Knob) -> bool:
+    return all(isinstance(value, int) and not isinstance(value, bool) for value in knob.values)
+
+
+def _distribution(knob: Knob) -> BaseDistribution:
+    return IntDistribution(0, len(knob.values) - 1) if _is_ordinal(knob) else CategoricalDistribution(_in_order(knob))
+
+
+def _in_order(knob: Knob) -> list[Value]:
+    return sorted(knob.values, key=lambda value: (str(type(value)), value))
+
+
+def _to_param(knob: Knob, value: Value) -> Value:
+    return _in_order(knob).index(value) if _is_ordinal(knob) else value
+
+
+def _from_param(knob: Knob, param: Any) -> Value:
+    value: Value = _in_order(knob)[param] if _is_ordinal(knob) else param
+    return value

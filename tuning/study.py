@@ -1,0 +1,308 @@
+"""What was tried and what to try next: one Optuna study a bucket, asked and told by hand.
+
+A trial is COMPLETE when its config passed, PRUNED when it did not (so that the sampler learns to stay away), FAIL when
+the process that evaluated it died. The Evaluation rides in the trial's user attributes.
+
+Processes on any number of machines share a study, and no config is evaluated by two of them. There is no lock: the
+number that the storage gives a trial is a ticket. Who has drawn one waits until every earlier trial that is still being
+chosen is decided, looks whether its config was taken or the total was reached, and then takes it by a lease (`lease`) or
+gives it up. A trial from the queue has an early number and is decided late: what waits in the queue counts as taken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import math
+import random
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import optuna
+from optuna.exceptions import UpdateFinishedTrialError
+from optuna.storages import BaseStorage
+from optuna.trial import FrozenTrial, TrialState
+
+from pagegen.records import Evaluation, Status
+from pagegen.space import Config, ConfigSpace
+from pagegen.tuning.lease import BEAT_SECONDS, LEASE, Heartbeat, holder
+from pagegen.tuning.sampling import BRUTE, Coding, digest, make_sampler
+
+MAX_REPEATS = 8  # proposals in a row that are known already, before one is chosen that is not
+MAX_LOSSES = 3  # evaluations of one config that died with their process, before it counts as failing
+CHOICE_SECONDS = 0.05  # between two looks at a trial that another process is choosing
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Claim:
+    """A config that this process has undertaken to evaluate."""
+
+    trial: optuna.Trial
+    config: Config
+
+
+@dataclasses.dataclass(slots=True)
+class _Book:
+    """What a study's trials say, by config."""
+
+    evaluated: dict[Config, tuple[int, Evaluation]]
+    running: set[Config]
+    queued: set[Config]
+
+    def __contains__(self, config: Config) -> bool:
+        return config in self.evaluated or config in self.running or config in self.queued
+
+    def __len__(self) -> int:
+        return len(self.evaluated.keys() | self.running | self.queued)
+
+
+class BucketStudy:
+    """One bucket's study, which any number of processes share. To be closed.
+
+    `identity` holds everything that makes scores comparable; together with the space it becomes part of the study's
+    name, so that a changed template, machine or toolchain opens a new study. `beat` is the time between two renewals of
+    this process's leases, in seconds.
+    """
+
+    def __init__(
+        self,
+        storage: BaseStorage,
+        name: str,
+        space: ConfigSpace,
+        identity: Mapping[str, Any],
+        *,
+        seed: int | str = 0,
+        total: int = 40,
+        sampler: str = "tpe",
+        beat: float = BEAT_SECONDS,
+    ) -> None:
+        self.space, self.total, self.sampler = space, total, sampler
+        self.lost = 0
+        self.num_evaluated = 0  # configs, by whichever process, as of the last look at the storage
+        self._coding = Coding(space)
+        whole = {**identity, "space": self._coding.digest}
+        self.name = f"{name}/{digest(whole)}"
+        self._study = optuna.create_study(storage=storage, study_name=self.name, load_if_exists=True)
+        self._storage = self._study._storage
+        self._study.set_user_attr("identity", whole)
+        before = len(self._read())
+        self._study.sampler = make_sampler(sampler, f"{seed}/{self.name}/{before}", startup=max(3, min(10, total // 3)))
+        self._random = random.Random(f"{seed}/{self.name}/{before}")
+        self._heartbeat = Heartbeat(self._study, beat)
+        self._queue_again()
+        self._enqueue_missing([space.default])
+        self.resumed = self.num_evaluated
+
+    def close(self) -> None:
+        """Ends the renewals: a claim that is still held lapses."""
+        self._heartbeat.close()
+
+    @property
+    def evaluations(self) -> list[tuple[int, Evaluation]]:
+        """(trial number, evaluation) of every config evaluated, in the order of the trials."""
+        return sorted(self._book(self._read()).evaluated.values(), key=lambda row: row[0])
+
+    @property
+    def holders(self) -> list[str]:
+        """Who else has a trial at work, as `host:process:token`; "" for one that is being chosen."""
+        running = [trial for trial in self._read() if trial.state is TrialState.RUNNING]
+        return [holder(trial) for trial in running if self._heartbeat.is_foreign(trial)]
+
+    def ranked(self) -> list[Evaluation]:
+        """Those that passed, best first; equals in the order of their configs' text."""
+        passed = [found for _, found in self.evaluations if found.status is Status.PASSED]
+        return sorted(passed, key=lambda found: (found.score, json.dumps(dict(found.config), sort_keys=True)))
+
+    # --- claiming ----------------------------------------------------------------------------------------------------
+
+    def claim(self) -> Claim | None:
+        """The next config to evaluate; None if the total is reached, or every config is evaluated or at work."""
+        for attempt in itertools.count():
+            trials = self.recover()
+            book = self._book(trials)
+            if len(book) >= self.total:
+                return None
+            is_queued = any(trial.state is TrialState.WAITING for trial in trials)
+            if (self.sampler == BRUTE or attempt >= MAX_REPEATS) and not is_queued:
+                config = self._untried(book)
+                if config is None:
+                    return None
+                self._enqueue_missing([config])
+            try:
+                claimed = self._take(self._study.ask(self._coding.distributions))
+            except UpdateFinishedTrialError:  # it took so long to choose that another process thought this one dead
+                continue
+            if claimed:
+                return claimed
+        raise AssertionError  # it counts for ever
+
+    def _take(self, trial: optuna.Trial) -> Claim | None:
+        """Claims a proposal, or answers it from the record if it is known or not allowed."""
+        config = self._coding.decode(trial.params)
+        broken = self.space.broken(config.to_dict())
+        if broken:
+            self._refuse(trial, TrialState.PRUNED, broken)
+            return None
+        book = self._book(self._await_earlier(trial.number), before=trial.number)
+        if config in book.evaluated:
+            number, known = book.evaluated[config]
+            trial.set_user_attr("duplicate_of", number)
+            self._tell(trial.number, known)
+        elif config in book:
+            self._refuse(trial, TrialState.FAIL, "another process is evaluating it, or will")
+        elif len(book) >= self.total:
+            self._refuse(trial, TrialState.FAIL, "the total was reached")
+        else:
+            self._heartbeat.hold(trial._trial_id)
+            return Claim(trial, config)
+        return None
+
+    def _refuse(self, trial: optuna.Trial, state: TrialState, why: str) -> None:
+        trial.set_user_attr("refused", why)
+        self._study.tell(trial, state=state)
+
+    def _await_earlier(self, number: int) -> list[FrozenTrial]:
+        """The trials once all with an earlier number are decided; one whose process died in choosing it is ended."""
+        while True:
+            trials = self.recover()
+            running = (trial for trial in trials if trial.state is TrialState.RUNNING and trial.number < number)
+            if all(LEASE in trial.user_attrs for trial in running):
+                return trials
+            time.sleep(CHOICE_SECONDS)
+
+    def _untried(self, book: _Book) -> Config | None:
+        """A config that was never tried: in brute force the first, else one as near as possible to the best one found."""
+        if self.sampler == BRUTE:
+            return next((config for config in self.space if config not in book), None)
+        passed = [found for _, found in book.evaluated.values() if found.score is not None]
+        best = min(passed, key=lambda found: found.score or math.inf, default=None)
+        centre = dict(best.config) if best else self.space.default.to_dict()
+        nearest, found = len(centre) + 1, list[Config]()
+        for config in self.space:
+            apart = sum(centre.get(name) != value for name, value in config.items)
+            if apart > nearest or config in book:
+                continue
+            if apart < nearest:
+                nearest, found = apart, []
+            found.append(config)
+        return self._random.choice(found) if found else None
+
+    # --- finishing ---------------------------------------------------------------------------------------------------
+
+    def finish(self, claim: Claim, evaluation: Evaluation) -> Evaluation:
+        """Records the evaluation of a claim; a score that is not positive and finite is a failure.
+
+        It is not recorded if the lease has lapsed meanwhile, and the trial is another's: each is counted once.
+        """
+        evaluation = _trustworthy(evaluation)
+        with contextlib.suppress(UpdateFinishedTrialError):
+            claim.trial.set_user_attr("evaluation", evaluation.to_dict())
+            self._tell(claim.trial.number, evaluation)
+        self._heartbeat.drop(claim.trial._trial_id)
+        return evaluation
+
+    def release(self, claim: Claim) -> None:
+        """Gives back a claim that was interrupted: the config is tried first when the study is opened again."""
+        self._heartbeat.drop(claim.trial._trial_id)
+        if self._end(claim.trial._trial_id, "interrupted"):
+            self._enqueue_missing([claim.config])
+
+    def _tell(self, number: int, evaluation: Evaluation) -> None:
+        if evaluation.score is not None:
+            self._study.tell(number, evaluation.score, skip_if_finished=True)
+        else:
+            self._study.tell(number, state=TrialState.PRUNED, skip_if_finished=True)
+
+    def _end(self, trial_id: int, why: str) -> bool:
+        """Fails a running trial; whether it was this call that did it."""
+        try:
+            self._storage.set_trial_user_attr(trial_id, "ended", why)
+            return self._storage.set_trial_state_values(trial_id, TrialState.FAIL)
+        except UpdateFinishedTrialError:
+            return False
+
+    # --- recovering --------------------------------------------------------------------------------------------------
+
+    def recover(self) -> list[FrozenTrial]:
+        """Ends the trials of the dead and queues their configs again; `lost` counts those that were being evaluated.
+
+        Answers all trials as they are then.
+        """
+        trials = self._read()
+        lapsed = [trial for trial in trials if trial.state is TrialState.RUNNING and self._heartbeat.has_lapsed(trial)]
+        for trial in lapsed:
+            stored = trial.user_attrs.get("evaluation")
+            if stored:  # died between recording and telling: nothing is lost
+                with contextlib.suppress(UpdateFinishedTrialError):
+                    self._tell(trial.number, Evaluation.from_dict(stored))
+            elif self._end(trial._trial_id, "lost" if LEASE in trial.user_attrs else "never begun"):
+                self.lost += LEASE in trial.user_attrs
+        if lapsed:
+            self._queue_again()
+            return self._read()
+        return trials
+
+    def _queue_again(self) -> None:
+        """Queues what was lost or interrupted and is not evaluated; what was lost too often counts as failing."""
+        trials = self._read()
+        book = self._book(trials)
+        ended = [(config, trial.user_attrs["ended"]) for config, trial in self._known(trials) if "ended" in trial.user_attrs]
+        for config, times in Counter(config for config, why in ended if why == "lost").items():
+            if times >= MAX_LOSSES and config not in book.evaluated:
+                self._record_deadly(config, times)
+        self._enqueue_missing([config for config, _ in ended])
+
+    def _record_deadly(self, config: Config, times: int) -> None:
+        reason = f"the tuner died {times} times while evaluating it"
+        evaluation = Evaluation(Status.RUN_ERROR, config.to_dict(), reason)
+        self._study.add_trial(
+            optuna.trial.create_trial(
+                state=TrialState.PRUNED,
+                params=self._coding.encode(config),
+                distributions=self._coding.distributions,
+                user_attrs={"evaluation": evaluation.to_dict()},
+            )
+        )
+
+    def _enqueue_missing(self, configs: Sequence[Config]) -> None:
+        book = self._book(self._read(), before=math.inf)
+        for config in dict.fromkeys(configs):
+            if config not in book:
+                self._study.enqueue_trial(self._coding.encode(config))
+
+    # --- reading -----------------------------------------------------------------------------------------------------
+
+    def _read(self) -> list[FrozenTrial]:
+        return self._study.get_trials(deepcopy=False)
+
+    def _known(self, trials: Sequence[FrozenTrial]) -> Iterator[tuple[Config, FrozenTrial]]:
+        """Those whose config is known and allowed, with it."""
+        for trial in trials:
+            params = trial.system_attrs.get("fixed_params", trial.params)
+            if self._coding.fits(params) and "refused" not in trial.user_attrs:
+                yield self._coding.decode(params), trial
+
+    def _book(self, trials: Sequence[FrozenTrial], before: float = 0) -> _Book:
+        """What is evaluated, at work, and in the queue with a number below `before`."""
+        book = _Book({}, set(), set())
+        for config, trial in self._known(trials):
+            if "evaluation" in trial.user_attrs:
+                book.evaluated.setdefault(config, (trial.number, Evaluation.from_dict(trial.user_attrs["evaluation"])))
+            elif trial.state is TrialState.RUNNING and LEASE in trial.user_attrs:
+                book.running.add(config)
+            elif trial.state is TrialState.WAITING and trial.number < before:
+                book.queued.add(config)
+        self.num_evaluated = len(book.evaluated)
+        return book
+
+
+def _trustworthy(evaluation: Evaluation) -> Evaluation:
+    score = evaluation.score
+    if score is None or (math.isfinite(score) and score > 0):
+        return evaluation
+    reason = f"score {score} is not a positive finite number"
+    return dataclasses.replace(evaluation, status=Status.RUN_ERROR, score=None, timings={}, reason=reason)

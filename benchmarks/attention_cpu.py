@@ -133,8 +133,8 @@ def contenders(batch: Batch, target: Target, configs: list[dict[str, Any]], peer
     if tuned := find_package(spec.replace(layout=None), target):
         package = load_package(tuned)
         add("tuned", package.attend, pool_like(pool, package.spec))
-    for number, values in enumerate(configs):
-        add(f"config {number}", default_attend(spec, target, values), pool)
+    for values in configs:
+        add(",".join(f"{knob}={value}" for knob, value in values.items()), default_attend(spec, target, values), pool)
     kv_bytes, threads, loops = point.kv_bytes(spec), torch.get_num_threads(), limits(target)
     memory = pool.k_cache.untyped_storage()
     pieces = max(1, memory.nbytes() // kv_bytes)
@@ -224,6 +224,16 @@ class Result:
         """Whether the batch is larger than what any cache here is sure to hold."""
         return int(self.record["kv_bytes"]) >= RESIDENT_BYTES
 
+    @property
+    def configs(self) -> list[str]:
+        """The contenders with knobs changed."""
+        return [name for name in self.record["contenders"] if "=" in name]
+
+    @property
+    def kv_dtype(self) -> str:
+        """The element type of the cache."""
+        return str(self.record["spec"].get("kv_dtype") or self.record["spec"]["dtype"])
+
     def floor(self) -> float:
         """Seconds that no kernel can beat: the read measured beside it, or the arithmetic at the measured peak."""
         return max(self.seconds("read"), float(self.record["floor_seconds"]))
@@ -267,6 +277,10 @@ def report(folder: Path, roofline: Roofline) -> Path:
             groups = [[b / a for a, b in zip(r.rounds(r.ours), r.rounds(r.peer or ""), strict=True)] for r in chosen]
             found = geomean_of_medians(groups, [1.0] * len(groups))
             lines += ["", f"{title}: best peer's time over ours {_interval(found)} (geometric mean of {len(chosen)} batches)."]
+    for title, chosen in _by_kv_dtype(results):
+        lines += ["", f"{title}: share of the plain read {_geomean(chosen, 'read')} (geometric mean of {len(chosen)} batches)."]
+        for config in sorted({name for result in chosen for name in result.configs}):
+            lines += ["", f"{title}: time with {config} {_geomean([r for r in chosen if config in r.configs], config)}."]
     disturbed = [result.record["name"] for result in results if result.record["disturbance"]["others"] > 0.1]
     lines += ["", f"Other processes used more than a tenth of the cores during {len(disturbed)} of {len(results)} batches."]
     write_atomic(folder / "table.md", "\n".join(lines) + "\n")
@@ -287,6 +301,22 @@ def _summaries(results: list[Result]) -> Iterator[tuple[str, list[Result]]]:
         yield f"{phase} {dtype}", chosen
         if phase == "decode":
             yield f"{phase} {dtype}, KV of 200 MB and more", [r for r in chosen if r.in_memory]
+
+
+def _geomean(results: list[Result], name: str) -> str:
+    """The time of `name` over ours."""
+    groups = [[b / a for a, b in zip(r.rounds(r.ours), r.rounds(name), strict=True)] for r in results]
+    return _interval(geomean_of_medians(groups, [1.0] * len(groups)))
+
+
+def _by_kv_dtype(results: list[Result]) -> Iterator[tuple[str, list[Result]]]:
+    """Decode batches by the type of their KV, with a title: all, and those that surely lie in memory."""
+    decode = [result for result in results if result.record["phase"] == "decode"]
+    for dtype in sorted({result.kv_dtype for result in decode}):
+        chosen = [result for result in decode if result.kv_dtype == dtype]
+        yield f"decode, {dtype} KV", chosen
+        if resident := [result for result in chosen if result.in_memory]:
+            yield f"decode, {dtype} KV of 200 MB and more", resident
 
 
 # --- the command -----------------------------------------------------------------------------------------------------

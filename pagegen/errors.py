@@ -41,6 +41,10 @@ class PackageError(PagegenError):
     """A kernel package that is damaged, foreign to this machine, or of an unknown format."""
 
 
+class UntunedShapeWarning(UserWarning):
+    """A batch outside what a package was measured on: its untuned default serves it."""
+
+
 class ModelError(PagegenError):
     """Weights, configuration or tokenizer that cannot be loaded."""
 

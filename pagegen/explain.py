@@ -29,7 +29,8 @@ def _lines(manifest: Mapping[str, Any]) -> Iterator[str]:
         table = DispatchTable.from_dict(manifest["dispatch"].get(op.value, {}))
         if table.rows:
             yield f"Dispatch of {op.value}, the first line that holds the batch"
-            yield from (f"  {_bucket(row)}: {row.kernel}" for row in table.rows)
+            for row in table.rows:
+                yield f"  {bucket_words(row)}: {row.kernel}{', the untuned default' if row.kernel == table.fallback else ''}"
             yield f"  everything else: {table.fallback}, the untuned default"
     if manifest["evidence"]:
         yield "Evidence"
@@ -48,18 +49,16 @@ def _spec_words(spec: KernelSpec) -> str:
     return ", ".join(words + (["with log-sum-exp"] if spec.lse else []))
 
 
-def _bucket(row: DispatchRow) -> str:
+def bucket_words(row: DispatchRow) -> str:
+    """`decode, 1 to 8 sequences, up to 512 tokens of context`."""
     parts = [row.phase.value]
-    for low, high, unit in (
-        (row.min_seqs, row.max_seqs, "sequences"),
-        (row.min_context, row.max_context, "tokens of context"),
-    ):
+    for measure, (low, high) in row.bounds.items():
         if low is not None and high is not None:
-            parts.append(f"{low} to {high} {unit}")
+            parts.append(f"{low} to {high} {measure}")
         elif low is not None:
-            parts.append(f"{low} {unit} or more")
+            parts.append(f"{low} {measure} or more")
         elif high is not None:
-            parts.append(f"up to {high} {unit}")
+            parts.append(f"up to {high} {measure}")
     return ", ".join(parts)
 
 

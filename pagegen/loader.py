@@ -22,7 +22,7 @@ import torch
 from .abi import ABI_VERSION
 from .build import cpp
 from .check.compare import check_kernels
-from .errors import BuildError, ConfigError, PackageError, SpecError
+from .errors import BuildError, ConfigError, PackageError, SpecError, UntunedShapeWarning
 from .kernel import (
     NO_ATTEND_EXTRAS,
     NO_WRITE_EXTRAS,
@@ -34,8 +34,8 @@ from .kernel import (
     WriteKV,
 )
 from .paths import cache_dir, write_atomic
-from .records import DispatchTable, phase_of
-from .spec import PAGED_OPS, KernelSpec, Op, parse_slug
+from .records import BatchShape, DispatchTable
+from .spec import PAGED_OPS, KernelSpec, Op, Phase, parse_slug
 from .target import Fingerprint, Target, detect, detect_gpu, hardware_fingerprint, is_present, parse_target
 from .transfer import AnyKernel
 
@@ -154,6 +154,7 @@ class PackagedKernels:
         self.dispatch = {op: self._table(op) for op in PAGED_OPS}
         self._lock = threading.Lock()
         self._loaded: dict[str, AnyKernel] | None = None
+        self._told: set[tuple[Phase, tuple[str, ...]]] = set()  # ways of being outside the table that were warned of
 
     def _table(self, op: Op) -> DispatchTable:
         table, kernels = DispatchTable.from_dict(self.manifest["dispatch"].get(op.value, {})), self.manifest["kernels"]
@@ -225,7 +226,28 @@ class PackagedKernels:
         seqs = context_lens.shape[0]
         if max_context_len is None and context_lens.device.type == "cpu":
             max_context_len = int(context_lens.max()) if seqs else 0
-        return table.select(phase_of(q.shape[0], seqs, max_query_len), seqs, max_context_len)
+        shape = BatchShape.of_batch(q.shape[0], seqs, max_query_len, max_context_len)
+        row = table.find(shape)
+        if row:
+            return row.kernel
+        if table.rows and q.shape[0]:
+            self._warn_outside(table, shape)
+        return table.fallback
+
+    def _warn_outside(self, table: DispatchTable, shape: BatchShape) -> None:
+        """Says once for each way of being outside that the untuned default serves; a call that has been told costs microseconds."""
+        outside = table.outside(shape)
+        if (shape.phase, outside) in self._told:
+            return
+        self._told.add((shape.phase, outside))
+        context = "unknown" if shape.context is None else shape.context
+        cure = "pass max_context_len" if shape.context is None else "tune for them with `pagegen tune --workload FILE`"
+        warnings.warn(
+            f"package {self.name}: a {shape.phase} batch of {shape.seqs} sequences, longest query {shape.query}, longest context "
+            f"{context}, lies outside what was measured ({', '.join(outside)}); the untuned default serves such batches; {cure}",
+            UntunedShapeWarning,
+            stacklevel=4,
+        )
 
     def write_kv(
         self,
@@ -259,6 +281,10 @@ class PackagedKernels:
     def default_kernels(self) -> OpKernels:
         """The untuned default, which is every table's fallback: what a bench compares the winners with."""
         return self._with_attend(self.dispatch[Op.ATTEND].fallback, self._kernels())
+
+    def attend_kernels(self) -> dict[str, OpKernels]:
+        """Every kernel that `attend` may be served by, the default first, whatever batches it was chosen for."""
+        return {name: self._with_attend(name, self._kernels()) for name in self.dispatch[Op.ATTEND].kernels}
 
     # --- getting ready -----------------------------------------------------------------------------------------------
 

@@ -62,8 +62,27 @@ class Evaluation:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class BatchShape:
+    """What a batch is dispatched by: sequences, the longest context and the longest query, both in tokens.
+
+    A context that is not known (None) is that of a GPU batch whose caller did not say it.
+    """
+
+    phase: Phase
+    seqs: int
+    context: int | None
+    query: int
+
+    @classmethod
+    def of_batch(cls, num_tokens: int, num_seqs: int, max_query_len: int | None, max_context_len: int | None) -> BatchShape:
+        """From what a call knows. Without `max_query_len`, rows beyond one a sequence are taken to be one sequence's."""
+        query = longest_query(num_tokens, num_seqs) if max_query_len is None else max_query_len
+        return cls(phase_of(num_tokens, num_seqs, query), num_seqs, max_context_len, query)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class DispatchRow:
-    """A bucket of batches and the kernel (by its name in the package) that serves it. None bounds nothing."""
+    """A bucket of batches and the kernel (by its name in the package) that serves it. Bounds are inclusive, None is none."""
 
     phase: Phase
     kernel: str
@@ -71,14 +90,27 @@ class DispatchRow:
     max_seqs: int | None = None
     min_context: int | None = None
     max_context: int | None = None
+    min_query: int | None = None
+    max_query: int | None = None
 
-    def holds(self, phase: Phase, seqs: int, context: int | None) -> bool:
+    def holds(self, shape: BatchShape) -> bool:
         """Whether a batch falls into this bucket. A bound on the context excludes a batch whose context is not known."""
-        if phase is not self.phase or not _within(self.min_seqs, seqs, self.max_seqs):
+        if shape.phase is not self.phase or not _within(self.min_seqs, shape.seqs, self.max_seqs):
             return False
-        if context is None:
+        if not _within(self.min_query, shape.query, self.max_query):
+            return False
+        if shape.context is None:
             return self.min_context is None and self.max_context is None
-        return _within(self.min_context, context, self.max_context)
+        return _within(self.min_context, shape.context, self.max_context)
+
+    @property
+    def bounds(self) -> Mapping[str, tuple[int | None, int | None]]:
+        """(lowest, highest) of each measure, by what it counts."""
+        return {
+            "sequences": (self.min_seqs, self.max_seqs),
+            "tokens of context": (self.min_context, self.max_context),
+            "tokens of query": (self.min_query, self.max_query),
+        }
 
 
 def _within(low: int | None, value: int, high: int | None) -> bool:
@@ -87,14 +119,35 @@ def _within(low: int | None, value: int, high: int | None) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DispatchTable:
-    """Rows tried in order; what no row holds goes to the fallback, the untuned default."""
+    """Rows tried in order. They cover the shapes that were measured; what no row holds goes to the fallback, the untuned default."""
 
     rows: tuple[DispatchRow, ...]
     fallback: str
 
-    def select(self, phase: Phase, seqs: int, context: int | None) -> str:
+    def find(self, shape: BatchShape) -> DispatchRow | None:
+        """The row that serves a batch; None if none holds it."""
+        return next((row for row in self.rows if row.holds(shape)), None)
+
+    def select(self, shape: BatchShape) -> str:
         """The name of the kernel for a batch."""
-        return next((row.kernel for row in self.rows if row.holds(phase, seqs, context)), self.fallback)
+        row = self.find(shape)
+        return row.kernel if row else self.fallback
+
+    def outside(self, shape: BatchShape) -> tuple[str, ...]:
+        """How a batch that no row holds lies outside all rows of its phase, a few words for each measure that does."""
+        rows = [row for row in self.rows if row.phase is shape.phase]
+        if not rows:
+            return (f"no {shape.phase} batch was measured",)
+        words = []
+        for measure, value in zip(rows[0].bounds, (shape.seqs, shape.context, shape.query), strict=True):
+            lows, highs = zip(*(row.bounds[measure] for row in rows), strict=True)
+            if value is None:
+                words.append(f"{measure} not said")
+            elif None not in lows and value < min(lows):
+                words.append(f"less than {min(lows)} {measure}")
+            elif None not in highs and value > max(highs):
+                words.append(f"more than {max(highs)} {measure}")
+        return tuple(words) or ("between rows of the table",)
 
     @property
     def kernels(self) -> tuple[str, ...]:
@@ -109,9 +162,9 @@ class DispatchTable:
         return len(reached) == 1
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values; `from_dict` is the inverse."""
-        rows = [{**dataclasses.asdict(row), "phase": row.phase.value} for row in self.rows]
-        return {"rows": rows, "fallback": self.fallback}
+        """Plain JSON values, bounds that bound nothing left out; `from_dict` is the inverse."""
+        rows = [{name: value for name, value in dataclasses.asdict(row).items() if value is not None} for row in self.rows]
+        return {"rows": [{**row, "phase": row["phase"].value} for row in rows], "fallback": self.fallback}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> DispatchTable:
@@ -130,7 +183,12 @@ def phase_of(num_tokens: int, num_seqs: int, max_query_len: int | None) -> Phase
     rows each on average. Without `max_query_len`, rows beyond one a sequence are taken to be one sequence's.
     """
     if max_query_len is None:
-        max_query_len = max(0, num_tokens - num_seqs) + 1
+        max_query_len = longest_query(num_tokens, num_seqs)
     if max_query_len <= 1:
         return Phase.DECODE
     return Phase.MIXED if num_tokens - max_query_len < 2 * (num_seqs - 1) else Phase.PREFILL
+
+
+def longest_query(num_tokens: int, num_seqs: int) -> int:
+    """The longest query that a batch can have: all rows beyond one a sequence belong to one sequence."""
+    return max(0, num_tokens - num_seqs) + 1

@@ -10,6 +10,7 @@ import os
 import shutil
 import sys
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 from pagegen import cli
 from pagegen import package as package_module
 from pagegen.check.compare import check_kernels
-from pagegen.errors import KernelError, PackageError, PagegenError
+from pagegen.errors import KernelError, PackageError, PagegenError, UntunedShapeWarning
 from pagegen.explain import explain
 from pagegen.kernel import PagedKernels, allocate_cache
 from pagegen.loader import FIELDS, KERNEL_FIELDS, PackagedKernels, read_manifest
@@ -76,9 +77,14 @@ def test_a_loaded_package_gives_the_references_numbers(original: Path) -> None:
 def test_the_batch_chooses_the_kernel_and_the_default_stays_reachable(marked_package: Path) -> None:
     package = load_package(marked_package)
     assert which(package, rows=1, seqs=3, context=64, max_query_len=1, max_context_len=64) == 2  # decode, short
-    assert which(package, rows=1, seqs=3, context=65, max_query_len=1, max_context_len=65) == 1  # decode, long
+    with pytest.warns(UntunedShapeWarning, match=r"decode batch of 3 sequences.* longest context 65.*more than 64 tokens of context"):
+        assert which(package, rows=1, seqs=3, context=65, max_query_len=1, max_context_len=65) == 1  # decode, long
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it was said, and once is enough
+        assert which(package, rows=1, seqs=5, context=99) == 1
     assert which(package, rows=4, seqs=3, context=9, max_query_len=4) == 3  # prefill, many
-    assert which(package, rows=4, seqs=1, context=9, max_query_len=4) == 1  # prefill, one
+    with pytest.warns(UntunedShapeWarning, match="less than 2 sequences"):
+        assert which(package, rows=4, seqs=1, context=9, max_query_len=4) == 1  # prefill, one
     assert which(package, rows=1, seqs=3, context=64) == 2  # a CPU batch is read for what was not said
     assert which(package.default_kernels(), rows=1, seqs=3, context=64) == 1
 

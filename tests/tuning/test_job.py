@@ -18,7 +18,7 @@ from pagegen.catalog import template_for
 from pagegen.check import check_kernels
 from pagegen.errors import ConfigError, SpecError
 from pagegen.package import load_package
-from pagegen.records import DispatchTable, Evaluation
+from pagegen.records import BatchShape, DispatchTable, Evaluation
 from pagegen.spec import KernelSpec, Op, Phase, parse_slug
 from pagegen.target import best_cpu
 from pagegen.tuning import job, workloads
@@ -78,7 +78,8 @@ def test_a_deterministic_spec_gets_one_kernel_for_all_batches(tmp_path: Path, mo
     result = tune(spec, trials=1, out=tmp_path)
     assert [winner.phase for winner in result.winners] == [Phase.MIXED]
     table = DispatchTable.from_dict(load_package(result.package).manifest["dispatch"]["attend"])
-    assert {table.select(phase, 1, None) for phase in Phase} == {"attend_1"} and table.fallback == "attend_0"
+    shapes = [BatchShape(phase, 1, None, 1) for phase in Phase]
+    assert set(map(table.select, shapes)) == {"attend_1"} and table.fallback == "attend_0"
 
 
 @pytest.mark.usefixtures("quick")

@@ -89,13 +89,13 @@ def test_the_search_is_exact_on_a_grid() -> None:
     seconds = {prompt(s, c, 1): {name: 1.0 if name == best[s, c] else 1.0 + i / 4 for i, name in enumerate(NAMES)} for s, c in cells}
     found = fit(Phase.DECODE, seconds, max_regret=0.0, max_rows=3)
     axes = [list(itertools.combinations_with_replacement(values, 2)) for values in ((1, 8), (64, 512, 4096))]
-    boxes = list(itertools.product(*axes))
+    rows = list(itertools.product(*axes, NAMES))
     least = math.inf
-    for first, second, x, y, z in itertools.product(boxes, boxes, *3 * [NAMES]):
+    for first, second, rest in itertools.product(rows, rows, NAMES):
         total = 0.0
         for (s, c), taken in zip(cells, seconds.values(), strict=True):
-            own = next((n for ((sl, sh), (cl, ch)), n in ((first, x), (second, y)) if sl <= s <= sh and cl <= c <= ch), z)
-            total += taken[own]
+            held = (name for (sl, sh), (cl, ch), name in (first, second) if sl <= s <= sh and cl <= c <= ch)
+            total += taken[next(held, rest)]
         least = min(least, total)
     mine = sum(taken[found.assigned[point]] for point, taken in seconds.items())
     assert mine == pytest.approx(least)

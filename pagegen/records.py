@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
@@ -59,6 +60,12 @@ class Evaluation:
         """Reads what `to_dict` wrote."""
         timings = {name: Timing(**timing) for name, timing in values["timings"].items()}
         return cls(**{**values, "status": Status(values["status"]), "timings": timings})
+
+
+def ranked(evaluations: Iterable[Evaluation]) -> list[Evaluation]:
+    """Those that passed, best first; equals in the order of their configs' text."""
+    passed = [found for found in evaluations if found.status is Status.PASSED]
+    return sorted(passed, key=lambda found: (found.score, json.dumps(dict(found.config), sort_keys=True)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

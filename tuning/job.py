@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import statistics
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,53 +16,27 @@ from pagegen.catalog import template_for, variant
 from pagegen.errors import ConfigError, SpecError
 from pagegen.package import Packaged, install_package, write_package
 from pagegen.paths import TEMPLATES
-from pagegen.records import DispatchRow, DispatchTable, Status
+from pagegen.records import DispatchTable, Evaluation
 from pagegen.render import render
-from pagegen.space import Config
+from pagegen.space import Config, Value
 from pagegen.spec import KernelSpec, Op, Phase, parse_slug
 from pagegen.target import Target, parse_target, require_present
-from pagegen.tuning.contest import Conditions, Row, noise, overall, rows_of, typical
+from pagegen.tuning.contest import Conditions, Row
+from pagegen.tuning.decide import DEFAULT, Decision, Winner, choose_finalists, decide, propose
 from pagegen.tuning.evaluate import Evaluator
-from pagegen.tuning.measure import Interval, Measurement
+from pagegen.tuning.measure import Measurement
+from pagegen.tuning.record import FORMAT, Record, Rounds, write_record, write_trials
 from pagegen.tuning.report import write_report
-from pagegen.tuning.roofline import Roofline, measure_roofline
+from pagegen.tuning.roofline import measure_roofline
 from pagegen.tuning.search import Progress, search, share_trials
-from pagegen.tuning.storage import export_jsonl, open_storage
+from pagegen.tuning.storage import open_storage
 from pagegen.tuning.study import BucketStudy
+from pagegen.tuning.workload import Point
 from pagegen.tuning.workloads import Selection, select
 
-FINALISTS = 3
 FINAL_SECONDS = 0.3  # a batch, all finalists together
 CONTEST_SECONDS = 0.5  # a batch, winner, default and baselines together
 ROOFLINE_SECONDS = 1.0
-TUNED, DEFAULT = "tuned", "default"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Winner:
-    """What serves a bucket: the best config found, or the default if fresh data does not confirm a gain."""
-
-    phase: Phase
-    config: Config
-    kernel: str  # its name in the package
-    seconds: Interval  # of one call, weighted geometric mean over the bucket's batches
-    speedup: Interval  # the default's time over the winner's, on data that did not choose the winner
-    confirmed: bool  # whether the interval of the speed-up excludes no gain
-    roofline: float | None = None  # share of what the machine allows, geometric mean over the batches; None: not known
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return {
-            "phase": self.phase.value,
-            "kernel": self.kernel,
-            "config": self.config.to_dict(),
-            "median": self.seconds.median,
-            "interval": [self.seconds.low, self.seconds.high],
-            "speedup": self.speedup.median,
-            "speedup_interval": [self.speedup.low, self.speedup.high],
-            "confirmed": self.confirmed,
-            "roofline": self.roofline,
-        }
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -123,41 +95,61 @@ def tune(
         with _studies(evaluator, folder, storage, study or spec.slug, shares, seed) as studies:
             evaluate = {each.value: functools.partial(evaluator.evaluate, each) for each in phases}
             new = search(studies, evaluate, budget=budget, watch=watch)
-            records = {name: found.evaluations for name, found in studies.items()}
-            finalists = {each: _finalists(studies[each.value], evaluator.default) for each in phases}
-            tried = {
-                "resumed": sum(found.resumed for found in studies.values()),
-                "new": new,
-                "lost": sum(found.lost for found in studies.values()),
+            trials_of = {each: studies[each.value].evaluations for each in phases}
+            facts = {
+                "studies": {name: found.name for name, found in studies.items()},
+                "trials": {
+                    "resumed": sum(found.resumed for found in studies.values()),
+                    "new": new,
+                    "lost": sum(found.lost for found in studies.values()),
+                },
             }
-            names = {name: found.name for name, found in studies.items()}
         roofline = measure_roofline(where, seconds=ROOFLINE_SECONDS) if where.kind == "cpu" else None
-        winners, rows, conditions = _decide(evaluator, finalists, roofline)
-    counts = Counter(found.status for evaluations in records.values() for _, found in evaluations)
-    gated = [found.gate_seconds for evaluations in records.values() for _, found in evaluations if found.gate_seconds]
-    document: dict[str, Any] = {
-        "format": 1,
-        "spec": spec.to_dict(),
-        "target": where.name,
-        "environment": evaluator.environment,
-        "workload": selection.to_dict(),
-        "workloads": {each.value: batches.to_dict() for each, batches in workloads.items()},
-        "studies": names,
-        "seed": seed,
-        "trials": tried,
-        "counts": {status.value: counts[status] for status in Status},
-        "gate": {"median": statistics.median(gated), "longest": max(gated)} if gated else None,  # seconds, after compilation
-        "winner": [winner.to_dict() for winner in winners],
-        "noise": noise(rows),
-        "conditions": conditions.to_dict() if conditions else None,
-        "roofline": roofline.to_dict() if roofline else None,
-        "rows": [row.to_dict() for row in rows],
-    }
-    package = _write_package(folder / "package", spec, where, evaluator.default, winners, document)
+        finalists, finals, contest = _last_rounds(evaluator, trials_of)
+        facts = {
+            "format": FORMAT,
+            "spec": spec.to_dict(),
+            "target": where.name,
+            "environment": evaluator.environment,
+            "workload": selection.to_dict(),
+            "workloads": {each.value: batches.to_dict() for each, batches in workloads.items()},
+            **facts,
+            "seed": seed,
+            "finalists": finalists,
+            "roofline": roofline.to_dict() if roofline else None,
+        }
+    record = Record(facts, trials_of, finals, contest)
+    decided = decide(record)
+    document = {**facts, **decided.document}
+    package = _write_package(folder / "package", spec, where, evaluator.default, decided, document)
     installed = install_package(package)
-    document |= {"package": str(package), "installed": str(installed), "report": str(folder / "report.md")}
-    report = write_report(folder, document, rows, conditions)
-    return TuneResult(package, installed, report, winners, rows, conditions, document)
+    places = {"package": str(package), "installed": str(installed), "report": str(folder / "report.md")}
+    document |= places
+    write_record(folder, record, {**decided.document, **places})
+    report = write_report(folder, document, decided.rows, decided.conditions)
+    return TuneResult(package, installed, report, decided.winners, decided.rows, decided.conditions, document)
+
+
+def _last_rounds(
+    evaluator: Evaluator, trials: Mapping[Phase, Sequence[tuple[int, Evaluation]]]
+) -> tuple[dict[str, dict[str, dict[str, Value]]], Rounds, Rounds]:
+    """(finalists of each phase, their round side by side, the contest of what it proposes): the contest's data are fresh,
+    so the gain that they show is not flattered by having been chosen for it.
+    """
+    default, uniform = evaluator.default, evaluator.spec.deterministic
+    finalists: dict[str, dict[str, dict[str, Value]]] = {}
+    finals: dict[Phase, dict[Point, Measurement]] = {}
+    contest: dict[Phase, dict[Point, Measurement]] = {}
+    for phase, evaluated in trials.items():
+        points = evaluator.workloads[phase].points
+        configs = choose_finalists([found for _, found in evaluated], default, points)
+        finalists[phase.value] = {name: config.to_dict() for name, config in configs.items()}
+        if len(configs) > 1:
+            finals[phase] = evaluator.compare(configs, DEFAULT, phase, FINAL_SECONDS)
+        proposed = propose(phase, points, finals.get(phase, {}), uniform=uniform)
+        serving = {name: configs[name] for name in configs if name == DEFAULT or name in proposed.assigned.values()}
+        contest[phase] = evaluator.compare(serving, DEFAULT, phase, CONTEST_SECONDS, with_sdpa=True)
+    return finalists, finals, contest
 
 
 def _results_folder(out: Path | str | None, target: Target, spec: KernelSpec, selection: Selection) -> Path:
@@ -196,7 +188,7 @@ def _studies(
         yield studies
     finally:
         rows = [(s.name, number, found) for s in studies.values() for number, found in s.evaluations]
-        export_jsonl(folder / "trials.jsonl", rows)
+        write_trials(folder, rows)
         for found in studies.values():
             found.close()
 
@@ -210,64 +202,22 @@ def _template_digest(language: str) -> str:
     return digest.hexdigest()[:12]
 
 
-def _finalists(study: BucketStudy, default: Config) -> dict[str, Config]:
-    """The default and the best few others, by a name that says their place."""
-    others = [config for config in (study.space.config(found.config) for found in study.ranked()) if config != default]
-    return {DEFAULT: default} | {f"finalist {place}": config for place, config in enumerate(others[:FINALISTS], 1)}
-
-
-def _decide(
-    evaluator: Evaluator, finalists: Mapping[Phase, Mapping[str, Config]], roofline: Roofline | None
-) -> tuple[tuple[Winner, ...], tuple[Row, ...], Conditions | None]:
-    """The finalists' round chooses, the contest decides: its data did not choose, so its gain is not flattered."""
-    winners: list[Winner] = []
-    rows: list[Row] = []
-    taken: list[Measurement] = []
-    kernels: dict[Config, str] = {evaluator.default: "attend_0"}
-    for phase, configs in finalists.items():
-        best = DEFAULT
-        if len(configs) > 1:
-            measured = evaluator.compare(configs, DEFAULT, phase, FINAL_SECONDS)
-            best = min(configs, key=lambda name: overall(measured, name).median)
-        contest = evaluator.compare(
-            {TUNED: configs[best], DEFAULT: evaluator.default}, TUNED, phase, CONTEST_SECONDS, with_sdpa=True
-        )
-        gain = overall(contest, DEFAULT)
-        confirmed = best != DEFAULT and gain.low > 1
-        if not confirmed:  # the default wins, and what the report calls tuned is the default's own time
-            contest = {
-                point: dataclasses.replace(m, seconds={**m.seconds, TUNED: m.seconds[DEFAULT]})
-                for point, m in contest.items()
-            }
-        config = configs[best] if confirmed else evaluator.default
-        kernel = kernels.setdefault(config, f"attend_{len(kernels)}")
-        speedup = gain if confirmed else Interval(1.0, 1.0, 1.0)
-        new = rows_of(evaluator.spec, phase, contest, roofline)
-        shares = [row.roofline for row in new if row.name == TUNED and row.roofline is not None]
-        reached = statistics.geometric_mean(shares) if shares else None
-        winners.append(Winner(phase, config, kernel, typical(contest, TUNED), speedup, confirmed, reached))
-        rows += new
-        taken += contest.values()
-    return tuple(winners), tuple(rows), Conditions.of(taken)
-
-
 def _write_package(
     out: Path,
     spec: KernelSpec,
     target: Target,
     default: Config,
-    winners: tuple[Winner, ...],
+    decided: Decision,
     document: Mapping[str, Any],
 ) -> Path:
-    configs = {"attend_0": default} | {winner.kernel: winner.config for winner in winners}
-    served = {each: winners[0].kernel for each in Phase} if spec.deterministic else {w.phase: w.kernel for w in winners}
-    table = DispatchTable(tuple(DispatchRow(*each) for each in served.items()), fallback="attend_0")
+    configs = {"attend_0": default, **decided.configs}
     kernels = {name: _packaged(Op.ATTEND, spec, target, config) for name, config in configs.items()}
-    dispatch = {Op.ATTEND: table}
+    dispatch = {Op.ATTEND: decided.table(uniform=spec.deterministic)}
     for op in (Op.WRITE_KV, Op.COPY_BLOCKS):
         kernels[op.value] = _packaged(op, spec, target, None)
         dispatch[op] = DispatchTable((), fallback=op.value)
-    evidence = {key: document[key] for key in ("workload", "studies", "trials", "counts", "winner")}
+    evidence = {key: document[key] for key in ("workload", "studies", "trials", "counts", "dispatch")}
+    evidence["winner"] = [{k: v for k, v in winner.items() if k not in ("bounds", "points")} for winner in document["winner"]]
     evidence["contest"] = [
         {
             **{key: row[key] for key in ("phase", "point", "name")},

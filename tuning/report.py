@@ -1,8 +1,7 @@
-"""What a tuning run leaves for people and programs: report.md and tune.json; and the roofline plot."""
+"""What a tuning run leaves for people: report.md; and the roofline plot."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,8 +18,7 @@ WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 860, 520, 70, 640, 50, 460  # of the r
 def write_report(
     folder: Path, document: Mapping[str, Any], rows: Sequence[Row], conditions: Conditions | None = None
 ) -> Path:
-    """Writes `folder`/tune.json and `folder`/report.md; returns the latter."""
-    write_atomic(folder / "tune.json", json.dumps(document, indent=1, allow_nan=False) + "\n")
+    """Writes `folder`/report.md and returns it."""
     columns, lines = table(rows, intervals=True)
     text = environment().get_template("report/tune.md.jinja").render(
         document=document, columns=columns, lines=lines, conditions=conditions

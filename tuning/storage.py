@@ -1,17 +1,16 @@
 """Where trials live: an Optuna storage that survives kills, of one process or of many.
 
-The storage is the one source of truth; `export_jsonl` writes a copy of it for people.
+The storage is the one source of truth; `record.write_trials` writes a copy of it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import random
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,6 @@ from optuna.storages import BaseStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 
 from pagegen.errors import ConfigError
-from pagegen.paths import write_atomic
-from pagegen.records import Evaluation
 
 # What drivers are told: SQLite waits for another writer, psycopg for a server, so many seconds.
 CONNECT: Mapping[str, Mapping[str, Any]] = {"sqlite": {"timeout": 60}, "postgresql": {"connect_timeout": 10}}
@@ -174,9 +171,3 @@ def _require_journal(path: Path) -> None:
 
 def _first_line(error: Exception) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
-
-
-def export_jsonl(path: Path, rows: Iterable[tuple[str, int, Evaluation]]) -> None:
-    """Writes (study, trial number, evaluation) one JSON object a line."""
-    lines = [json.dumps({"study": study, "trial": number, **found.to_dict()}) for study, number, found in rows]
-    write_atomic(path, "".join(line + "\n" for line in lines))

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import json
 import math
 import random
 import time
@@ -27,7 +26,7 @@ from optuna.exceptions import UpdateFinishedTrialError
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
 
-from pagegen.records import Evaluation, Status
+from pagegen.records import Evaluation, Status, ranked
 from pagegen.space import Config, ConfigSpace
 from pagegen.tuning.lease import BEAT_SECONDS, LEASE, Heartbeat, holder
 from pagegen.tuning.sampling import BRUTE, Coding, digest, make_sampler
@@ -113,9 +112,8 @@ class BucketStudy:
         return [holder(trial) for trial in running if self._heartbeat.is_foreign(trial)]
 
     def ranked(self) -> list[Evaluation]:
-        """Those that passed, best first; equals in the order of their configs' text."""
-        passed = [found for _, found in self.evaluations if found.status is Status.PASSED]
-        return sorted(passed, key=lambda found: (found.score, json.dumps(dict(found.config), sort_keys=True)))
+        """Those that passed, best first."""
+        return ranked(found for _, found in self.evaluations)
 
     # --- claiming ----------------------------------------------------------------------------------------------------
 

@@ -57,6 +57,11 @@ class Selection:
         return dataclasses.replace(self, workloads={phase: self.workloads[phase]})
 
 
+def name_of(word: str | None) -> str:
+    """What a workload named on the command line is called: the folder of its results, which for `default` is the spec's own."""
+    return "default" if word is None else re.sub(r"[^\w.-]", "_", Path(word).stem)
+
+
 def preset_names() -> list[str]:
     """What `--workload` takes beside a file."""
     return sorted(path.stem for path in PRESETS.glob("*.yaml"))
@@ -81,8 +86,7 @@ def select(word: str | None, spec: KernelSpec) -> Selection:
     found = read_workloads(path)
     bounded = {phase: sampled(workload.within(spec, MAX_KV_BYTES), spec) for phase, workload in found.items()}
     _check_memory(path, [point for workload in bounded.values() for point in workload.points], spec)
-    name = re.sub(r"[^\w.-]", "_", path.stem)
-    return Selection(name, bounded, sum(len(workload.points) for workload in found.values()))
+    return Selection(name_of(word), bounded, sum(len(workload.points) for workload in found.values()))
 
 
 def _check_memory(path: Path, points: Iterable[Point], spec: KernelSpec) -> None:

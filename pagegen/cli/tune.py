@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,6 +22,7 @@ from pagegen.cli._common import (
 )
 
 if TYPE_CHECKING:
+    from pagegen.tuning.contest import Row
     from pagegen.tuning.job import TuneResult
     from pagegen.tuning.search import Progress
 
@@ -69,6 +70,14 @@ def command(
         ),
     ] = Path("results"),
     seed: Annotated[int, typer.Option("--seed", metavar="N", help="Seed of the search.")] = 0,
+    replay: Annotated[
+        bool,
+        typer.Option(
+            "--replay",
+            help="Measure nothing: decide again from the record of SPEC under --out, or from that in the folder that stands "
+            "for SPEC. Exit status 1 if the decision is another one.",
+        ),
+    ] = False,
     json: JsonOption = False,
 ) -> None:
     """Find the fastest correct config for this machine and package it.
@@ -78,6 +87,10 @@ def command(
     workload has. Trials on other batches are another study: they never mix. A deterministic
     spec has one config for all batches: that of the phase in SPEC, or of mixed batches.
     """
+    if replay:
+        from pagegen.cli._replay import run_replay
+
+        return run_replay(spec, model, overrides, target, workload, out, json)
     from pagegen.tuning.job import tune
 
     found, phase = spec_from(spec, model, overrides)
@@ -113,19 +126,24 @@ def command(
         show(result)
 
 
-def show(result: TuneResult) -> None:
-    """The outcome for people."""
+def show_decision(document: Mapping[str, Any], rows: Sequence[Row]) -> None:
+    """Winners, contest and dispatch table for people."""
     from pagegen.tuning.contest import table
 
     print_table(
         "winners",
         ("bucket", "kernel", "speed-up [95 %]", "config"),
-        [_winner_row(row) for row in result.document["winner"]],
+        [_winner_row(row) for row in document["winner"]],
     )
     typer.echo()
-    print_table(
-        "time of default and torch over the winner's; a batch is SEQUENCESxQUERIES@CONTEXT", *table(result.rows)
-    )
+    print_table("time of default and torch over the winner's; a batch is SEQUENCESxQUERIES@CONTEXT", *table(rows))
+    parts = [f"{phase} {found['rows']} rows, {found['regret']:+.1%}" for phase, found in document["dispatch"].items()]
+    note(f"dispatch table, and its time over that of the best finalist at each batch: {'; '.join(parts)}")
+
+
+def show(result: TuneResult) -> None:
+    """The outcome for people."""
+    show_decision(result.document, result.rows)
     workload = result.document["workload"]
     note(f"workload: {workload['name']}, {workload['timed']} of its {workload['points']} batches")
     trials, counts = result.document["trials"], result.document["counts"]
@@ -144,7 +162,7 @@ def _winner_row(winner: dict[str, Any]) -> Sequence[str]:
     low, high = winner["speedup_interval"]
     gain = f"{winner['speedup']:.2f} [{low:.2f}, {high:.2f}]" if winner["confirmed"] else "default stays"
     return (
-        winner["phase"],
+        winner["bucket"],
         winner["kernel"],
         gain,
         " ".join(f"{name}={value}" for name, value in winner["config"].items()),

@@ -88,8 +88,8 @@ def test_the_search_is_exact_on_a_grid() -> None:
     best = dict(zip(cells, "abcbab", strict=True))
     seconds = {prompt(s, c, 1): {name: 1.0 if name == best[s, c] else 1.0 + i / 4 for i, name in enumerate(NAMES)} for s, c in cells}
     found = fit(Phase.DECODE, seconds, max_regret=0.0, max_rows=3)
-    axes = [list(itertools.combinations_with_replacement(values, 2)) for values in ((1, 8), (64, 512, 4096))]
-    rows = list(itertools.product(*axes, NAMES))
+    some, contexts = (list(itertools.combinations_with_replacement(values, 2)) for values in ((1, 8), (64, 512, 4096)))
+    rows = list(itertools.product(some, contexts, NAMES))
     least = math.inf
     for first, second, rest in itertools.product(rows, rows, NAMES):
         total = 0.0

@@ -1,6 +1,5 @@
 """The storage survives kills: locks die with their holders, half-written lines are cut, damage is named."""
 
-import json
 import os
 import signal
 import subprocess
@@ -12,8 +11,7 @@ import optuna
 import pytest
 
 from pagegen.errors import ConfigError
-from pagegen.records import Evaluation, Status
-from pagegen.tuning.storage import KernelLock, export_jsonl, open_storage
+from pagegen.tuning.storage import KernelLock, open_storage
 
 HOLD = """
 import sys, time
@@ -91,11 +89,3 @@ def test_sqlite_is_a_storage_too(tmp_path: Path) -> None:
     study = optuna.create_study(storage=storage)
     study.add_trial(optuna.trial.create_trial(value=1.0))
     assert study.best_value == 1.0 and [path.name for path in tmp_path.iterdir()] == ["trials.db"]
-
-
-def test_the_export_holds_one_evaluation_a_line(tmp_path: Path) -> None:
-    rows = [("s", n, Evaluation(Status.PASSED, {"tile": n}, score=1.0 + n)) for n in range(3)]
-    export_jsonl(tmp_path / "trials.jsonl", rows)
-    read = [json.loads(line) for line in (tmp_path / "trials.jsonl").read_text().splitlines()]
-    assert [row.pop("trial") for row in read] == [0, 1, 2] and {row.pop("study") for row in read} == {"s"}
-    assert [Evaluation.from_dict(row) for row in read] == [found for _, _, found in rows]

@@ -1,0 +1,159 @@
+"""What follows from measurements: a table that is confirmed row by row, and the same again from the record."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pagegen.errors import ConfigError
+from pagegen.records import BatchShape
+from pagegen.spec import Phase
+from pagegen.tuning.decide import DEFAULT, Decision, decide, propose
+from pagegen.tuning.measure import Interval, Measurement
+from pagegen.tuning.record import FORMAT, find_record, read_record
+from pagegen.tuning.replay import replay
+from pagegen.tuning.workload import Point
+from tests.cli.helpers import run
+
+from .fake_record import TILES, make_record, write
+
+FIXTURE = Path(__file__).parents[1] / "fixtures" / "tune-record-format-2"
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(FIXTURE, tmp_path / "cpu-scalar" / "fp32-d8-h2x1-b4-NHD"))
+
+
+def tiles(decision: Decision) -> dict[str, object]:
+    """The tile that each measured batch is served by."""
+    return {point: winner.config.to_dict()["tile"] for winner in decision.winners for point in winner.points}
+
+
+def test_each_bucket_gets_what_is_fastest_there_and_the_default_where_nothing_is() -> None:
+    decided = decide(make_record())
+    assert tiles(decided) == {"1x1@16": 1, "1x1@2048": 1, "32x1@512": 2, "1x512@512": 0}
+    table = decided.table(uniform=False)
+    served = {seqs: decided.configs[table.select(BatchShape(Phase.DECODE, seqs, 512, 1))].to_dict()["tile"] for seqs in (1, 5, 6, 64)}
+    assert served == {1: 1, 5: 1, 6: 2, 64: 2}  # the geometric middle of 1 and 32 sequences is 5.7
+    assert table.select(BatchShape(Phase.PREFILL, 1, 512, 512)) == table.fallback == "attend_0"
+    assert table.find(BatchShape(Phase.PREFILL, 1, 512, 512)) and not table.find(BatchShape(Phase.PREFILL, 1, 4096, 512))
+    for winner in decided.winners:
+        assert (winner.speedup.low > 1) is winner.confirmed and winner.confirmed is (winner.kernel != "attend_0")
+    assert decided.document["dispatch"]["decode"]["regret"] <= 0.02 and decided.document["dispatch"]["decode"]["rows"] == 2
+
+
+def test_a_deterministic_spec_gets_one_row_that_bounds_nothing() -> None:
+    decided = decide(make_record({Phase.DECODE: TILES[Phase.DECODE]}, slug="fp32-d8-h2x1-b4-NHD-det"))
+    assert tiles(decided) == {"1x1@16": 1, "1x1@2048": 1, "32x1@512": 1}  # the best typical batch, if not the least time
+    assert decided.table(uniform=True).is_uniform
+
+
+@pytest.mark.parametrize(
+    ("default", "serves"),
+    [([1.5, 1.6, 1.4, 1.5, 1.5], "attend_1"), ([0.5, 1.6, 0.9, 1.5, 0.8], "attend_0"), ([0.8, 0.8, 0.9, 0.8, 0.8], "attend_0")],
+    ids=["clear", "noise", "slower"],
+)
+def test_a_row_leaves_the_default_only_for_a_gain_that_its_interval_confirms(default: list[float], serves: str) -> None:
+    record = make_record({Phase.DECODE: {"1x1@16": {0: 9.0, 1: 5.0}}})
+    (point,) = record.contest[Phase.DECODE]
+    fresh = Measurement(DEFAULT, {"finalist 1": (1.0,) * 5, DEFAULT: tuple(default)})
+    decided = decide(dataclasses.replace(record, contest={Phase.DECODE: {point: fresh}}))
+    (winner,) = decided.winners
+    assert winner.kernel == serves
+    assert winner.confirmed or winner.speedup == Interval(1.0, 1.0, 1.0)
+    ratios = {row.name: row.ratio.median for row in decided.rows}
+    assert winner.confirmed or ratios[DEFAULT] == 1.0  # the rows are of the winner, not of who challenged it
+
+
+def test_a_batch_on_which_a_confirmed_row_is_proven_slower_goes_back_to_the_default() -> None:
+    record = make_record({Phase.DECODE: {"1x1@16": {0: 9.0, 1: 5.0}, "8x1@16": {0: 9.0, 1: 5.0}}})
+    one, many = (Point.parse(name) for name in ("1x1@16", "8x1@16"))
+    fresh = {one: {"finalist 1": (1.0,) * 9, DEFAULT: (2.0,) * 9}, many: {"finalist 1": (1.2,) * 9, DEFAULT: (1.0,) * 9}}
+    contest = {point: Measurement(DEFAULT, seconds) for point, seconds in fresh.items()}
+    assert tiles(decide(dataclasses.replace(record, contest={Phase.DECODE: contest}))) == {"1x1@16": 1, "8x1@16": 0}
+
+
+def test_a_config_that_is_proven_slower_than_the_default_is_not_proposed_there() -> None:
+    one, many = (Point.parse(name, weight) for name, weight in (("1x1@16", 1), ("8x1@16", 100)))
+    finals = {one: {DEFAULT: (1.0,) * 9, "finalist 1": (1.1,) * 9}, many: {DEFAULT: (9.0,) * 9, "finalist 1": (1.0,) * 9}}
+    measured = {point: Measurement(DEFAULT, seconds) for point, seconds in finals.items()}
+    assert propose(Phase.DECODE, (one, many), measured, uniform=False).assigned == {one: DEFAULT, many: "finalist 1"}
+
+
+# --- the record ------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
+    record = make_record(seed=1)
+    write(tmp_path, record)
+    assert read_record(tmp_path)[0] == record
+
+
+def test_the_recorded_fixture_is_decided_again_byte_for_byte(copy: Path) -> None:
+    (copy / "report.md").unlink()
+    found = replay(copy)
+    assert not found.differences
+    for name in ("tune.json", "report.md"):
+        assert (copy / name).read_bytes() == (FIXTURE / name).read_bytes()
+    assert json.dumps(found.document, indent=1) + "\n" == (FIXTURE / "tune.json").read_text()
+
+
+def test_replay_finds_the_record_of_a_spec_and_shows_it(copy: Path) -> None:
+    words = ["tune", "fp32-d8-h2x1-b4-NHD", "--replay", "--out", str(copy.parents[1])]
+    result = run(*words)
+    assert result.status == 0 and "is the recorded one" in result.stderr and "decode, up to 5 sequences" in " ".join(result.stdout.split())
+    result = run(*words, "--json")
+    assert result.status == 0 and result.document["replay"] == {"same": True, "differences": []}
+    assert run("tune", str(copy), "--replay").status == 0
+
+
+def test_a_decision_that_differs_is_named_and_nothing_is_written(copy: Path) -> None:
+    path = copy / "tune.json"
+    path.write_text(path.read_text().replace('"confirmed": true', '"confirmed": false', 1))
+    before = {file.name: file.read_bytes() for file in copy.iterdir()}
+    result = run("tune", str(copy), "--replay")
+    assert result.status == 1 and "differs from the recorded one in winner" in result.stderr
+    assert {file.name: file.read_bytes() for file in copy.iterdir()} == before
+
+
+def cut_trials(folder: Path) -> None:
+    path = folder / "trials.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+
+
+def set_format(folder: Path) -> None:
+    document = json.loads((folder / "tune.json").read_text())
+    (folder / "tune.json").write_text(json.dumps({**document, "format": FORMAT - 1}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda folder: (folder / "tune.json").unlink(), "holds no record"),
+        (lambda folder: (folder / "tune.json").write_text("{"), "is damaged"),
+        (lambda folder: (folder / "timings.jsonl").unlink(), "timings.jsonl cannot be read"),
+        (lambda folder: (folder / "timings.jsonl").write_text("{}\n"), "is damaged"),
+        (set_format, f"has format {FORMAT - 1}, this pagegen reads format {FORMAT}"),
+        (cut_trials, "trials, the decision was made from"),
+    ],
+)
+def test_a_record_that_cannot_be_replayed_is_refused_in_one_line(copy: Path, damage: Callable[[Path], object], said: str) -> None:
+    damage(copy)
+    result = run("tune", str(copy), "--replay")
+    assert result.status == 2 and said in result.stderr and len(result.stderr.strip().splitlines()) == 1
+
+
+def test_a_spec_without_a_record_or_with_several_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no record of fp32-d8-h2x1-b4-NHD"):
+        find_record(tmp_path, "fp32-d8-h2x1-b4-NHD")
+    for target in ("cpu-scalar", "cpu-avx2"):
+        write(tmp_path / target / "s", make_record())
+    with pytest.raises(ConfigError, match="for cpu:avx2, cpu:scalar; name one with --target"):
+        find_record(tmp_path, "s")
+    assert find_record(tmp_path, "s", "cpu-avx2") == tmp_path / "cpu-avx2" / "s"

@@ -1,0 +1,174 @@
+"""The record of a tuning run: all that was measured, so that everything decided from it can be decided again.
+
+    results/<target>/<spec>/  tune.json      facts of the run and what was decided (docs/record-format.md)
+                              trials.jsonl   every trial: its config, status and reason, timings, environment
+                              timings.jsonl  every round of the finalists and of the contest, sample by sample
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pagegen.errors import ConfigError, PagegenError
+from pagegen.paths import write_atomic
+from pagegen.records import Evaluation
+from pagegen.space import Config
+from pagegen.spec import KernelSpec, Phase
+from pagegen.tuning.machine import Disturbance, Setting
+from pagegen.tuning.measure import Measurement
+from pagegen.tuning.roofline import Roofline
+from pagegen.tuning.workload import Point, Workload
+
+FORMAT = 2
+TUNE, TRIALS, TIMINGS = "tune.json", "trials.jsonl", "timings.jsonl"
+FACTS: Mapping[str, type] = {
+    "format": int,
+    "spec": dict,
+    "target": str,
+    "environment": dict,
+    "workload": dict,
+    "workloads": dict,
+    "studies": dict,
+    "seed": int,
+    "trials": dict,
+    "finalists": dict,
+}
+
+Rounds = Mapping[Phase, Mapping[Point, Measurement]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """What was measured. `facts` are the fields of tune.json that nobody decides, `trials` belong to their phase's study."""
+
+    facts: Mapping[str, Any]
+    trials: Mapping[Phase, Sequence[tuple[int, Evaluation]]]
+    finals: Rounds  # the finalists side by side, anchored at the default
+    contest: Rounds  # fresh data: what the table serves, the default and torch SDPA
+
+    @functools.cached_property
+    def spec(self) -> KernelSpec:
+        """What was tuned."""
+        return KernelSpec.from_dict(self.facts["spec"])
+
+    @functools.cached_property
+    def workloads(self) -> dict[Phase, Workload]:
+        """What each phase was tuned for."""
+        return {Phase(phase): Workload.from_dict(plain) for phase, plain in self.facts["workloads"].items()}
+
+    @functools.cached_property
+    def finalists(self) -> dict[Phase, dict[str, Config]]:
+        """The configs of the last two rounds by the names that they have there."""
+        return {
+            Phase(phase): {name: Config(tuple(config.items())) for name, config in configs.items()}
+            for phase, configs in self.facts["finalists"].items()
+        }
+
+    @functools.cached_property
+    def roofline(self) -> Roofline | None:
+        """The machine's limits, if they were measured."""
+        return Roofline.from_dict(self.facts["roofline"]) if self.facts["roofline"] else None
+
+
+def write_record(folder: Path, record: Record, decided: Mapping[str, Any]) -> None:
+    """Writes the three files; `decided` joins the facts in tune.json."""
+    names = record.facts["studies"]
+    write_trials(folder, [(names[phase.value], *trial) for phase, trials in record.trials.items() for trial in trials])
+    timings = [
+        {"round": kind, "phase": phase.value, "point": point.name, **_plain(measurement)}
+        for kind, rounds in (("finals", record.finals), ("contest", record.contest))
+        for phase, measured in rounds.items()
+        for point, measurement in measured.items()
+    ]
+    _write_lines(folder / TIMINGS, timings)
+    write_atomic(folder / TUNE, json.dumps({**record.facts, **decided}, indent=1, allow_nan=False) + "\n")
+
+
+def write_trials(folder: Path, rows: Sequence[tuple[str, int, Evaluation]]) -> None:
+    """Writes (study, trial number, evaluation) to trials.jsonl."""
+    _write_lines(folder / TRIALS, [{"study": study, "trial": number, **found.to_dict()} for study, number, found in rows])
+
+
+def read_record(folder: Path) -> tuple[Record, dict[str, Any]]:
+    """The record in `folder` and its tune.json as it is. Raises ConfigError if it is missing, of another format or damaged."""
+    document = _document(folder)
+    try:
+        studies = {name: Phase(phase) for phase, name in document["studies"].items()}
+        trials: dict[Phase, list[tuple[int, Evaluation]]] = {phase: [] for phase in studies.values()}
+        for line in _lines(folder / TRIALS):
+            trials[studies[line.pop("study")]].append((line.pop("trial"), Evaluation.from_dict(line)))
+        rounds: dict[str, dict[Phase, dict[Point, Measurement]]] = {"finals": {}, "contest": {}}
+        points = {
+            (phase, point): Point.parse(point, weight)
+            for phase, plain in document["workloads"].items()
+            for point, weight in plain["points"].items()
+        }
+        for line in _lines(folder / TIMINGS):
+            phase = line["phase"]
+            rounds[line["round"]].setdefault(Phase(phase), {})[points[phase, line["point"]]] = _measurement(line)
+        facts = {name: value for name, value in document.items() if name in FACTS or name == "roofline"}
+        record = Record(facts, trials, **rounds)
+        record.spec, record.workloads, record.finalists, record.roofline  # noqa: B018  # damage shows here, not later
+    except (KeyError, TypeError, ValueError, AttributeError, PagegenError) as error:
+        raise ConfigError(f"record {folder} is damaged ({type(error).__name__}: {error}); run `pagegen tune` again") from None
+    return record, document
+
+
+def find_record(root: Path, spec_slug: str, target: str | None = None, workload: str = "default") -> Path:
+    """Where the record of a spec lies under `root`; `target` is a slug, None any. Raises ConfigError if there is none, or one for each of several targets."""
+    inside = f"{spec_slug}/{TUNE}" if workload == "default" else f"{spec_slug}/{workload}/{TUNE}"
+    found = sorted(path.parent for path in root.glob(f"{target or '*'}/{inside}"))
+    if len(found) == 1:
+        return found[0]
+    if found:
+        targets = ", ".join(path.relative_to(root).parts[0].replace("-", ":", 1) for path in found)
+        raise ConfigError(f"{root} has records of {spec_slug} for {targets}; name one with --target")
+    raise ConfigError(f"{root} has no record of {spec_slug}{f' for {target}' if target else ''}; name its folder, or tune first")
+
+
+def _document(folder: Path) -> dict[str, Any]:
+    path = folder / TUNE
+    try:
+        document = json.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"{folder} holds no record of a tuning run: {TUNE} cannot be read ({error.strerror}); name another folder") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"record {path} is damaged ({error}); run `pagegen tune` again") from None
+    version = document.get("format") if isinstance(document, dict) else None
+    if version != FORMAT:
+        raise ConfigError(f"record {path} has format {version!r}, this pagegen reads format {FORMAT}; run `pagegen tune` again")
+    wrong = [name for name, kind in FACTS.items() if not isinstance(document.get(name), kind)]
+    if wrong:
+        raise ConfigError(f"record {path} is damaged ({wrong[0]!r} is missing or of another type); run `pagegen tune` again")
+    return dict(document)
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise ConfigError(f"{path.name} cannot be read ({error.strerror})") from None
+    return map(json.loads, text.splitlines())
+
+
+def _write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    write_atomic(path, "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
+
+
+def _plain(measurement: Measurement) -> dict[str, Any]:
+    return dataclasses.asdict(measurement)
+
+
+def _measurement(line: Mapping[str, Any]) -> Measurement:
+    return Measurement(
+        line["anchor"],
+        {name: tuple(values) for name, values in line["seconds"].items()},
+        line["seed"],
+        Disturbance(**line["disturbance"]),
+        Setting(**line["setting"]) if line["setting"] else None,
+    )

@@ -27,6 +27,7 @@ from pathlib import Path
 import torch
 
 from pagegen import check
+from pagegen.build.cpp import FLAGS
 from pagegen.build.triton import Interpreter
 from pagegen.check.cover import Outcome, prove_cpp, prove_pairs, prove_triton, refusal, sources
 from pagegen.check.grid import AXES, Choice, Pair, all_pairs, pairs_of, probe, sample, spec_of, why_not
@@ -73,7 +74,7 @@ def prove(job: Job) -> Outcome:
 def _kept(job: Job) -> Path:
     """The file of a job's proof."""
     backend, index, choice = job
-    kernels = [source.key for source in sources(backend, choice, index)]
+    kernels = [source.key for source in sources(backend, choice, index)] + list(FLAGS if backend != "triton" else ())
     asked = (backend, choice, kernels, probe(spec_of(choice), index), [path.read_text() for path in JUDGES])
     folder = cache_dir() / "coverage"
     folder.mkdir(mode=0o700, exist_ok=True)

@@ -26,7 +26,9 @@ from ..spec import KernelSpec, Op
 from ..target import Target, is_native
 from ..transfer import CppGatherBlocks, CppRelayout, CppScatterBlocks
 
-# -fno-math-errno and no-trapping let loops vectorise; infinities and NaN keep their IEEE meaning (no -ffast-math).
+# -fno-math-errno and no-trapping let loops vectorise; infinities and NaN keep their IEEE meaning (no -ffast-math). What is
+# fused stands in the text (fma): left to the compiler it may differ from one inlined copy of a function to the next, and a
+# row's bits with the copy that its company leads to.
 FLAGS = (
     "-std=c++17",
     "-O3",
@@ -35,7 +37,7 @@ FLAGS = (
     "-fvisibility=hidden",
     "-fno-math-errno",
     "-fno-trapping-math",
-    "-ffp-contract=fast",
+    "-ffp-contract=off",
 )
 AnyCppKernel = CppAttend | CppWriteKV | CppCopyBlocks | CppGatherBlocks | CppScatterBlocks | CppRelayout
 

@@ -12,9 +12,13 @@ from collections.abc import Iterator
 import pytest
 
 from pagegen.build.triton import Interpreter
-from pagegen.check.cover import prove_cpp, prove_triton, refusal
-from pagegen.check.grid import AXES, PLAIN, Choice, all_pairs, pairs_of, sample, spec_of, why_not
+from pagegen.catalog import variant
+from pagegen.check import check_cases
+from pagegen.check.cover import isas, prove_cpp, prove_triton, refusal
+from pagegen.check.grid import AXES, PLAIN, Choice, all_pairs, pairs_of, probe, sample, spec_of, why_not
 from pagegen.errors import SpecError
+from pagegen.render import render
+from pagegen.spec import KernelSpec, Op
 from tests.conftest import ROOT
 
 PAGE = ROOT / "docs" / "coverage.md"
@@ -116,3 +120,23 @@ def test_a_backend_refuses_in_words() -> None:
     )
     with pytest.raises(SpecError):
         spec_of({**PLAIN, "head dim": "576"})
+
+
+# --- what long runs found ----------------------------------------------------------------------------------------------
+
+
+def test_a_row_has_its_bits_whichever_copy_of_a_function_computes_it() -> None:
+    """GCC fused one inlined copy of a function and not another, for AVX2: -ffp-contract=off leaves nothing to fuse."""
+    spec = KernelSpec.from_dict(
+        {
+            "q_heads": 6, "kv_heads": 2, "head_dim": 16, "dtype": "fp32", "kv_dtype": "int8", "kv_zero": True, "block_size": 1024,
+            "layout": "HDN8_HDN", "causal": False, "lse": True, "window": 7, "window_right": 3, "soft_cap": 5.0, "alibi": True,
+            "sinks": True, "mask": True, "deterministic": True,
+            "score_mod": "where(k_idx < 3 or q_idx - k_idx < 40, score, -inf)",
+        }
+    )
+    cases = [case for case in probe(spec, 388) if case.label.startswith("shared prefix")]
+    assert len(cases) > 4
+    for target in isas():
+        report = check_cases(render(variant(Op.ATTEND, spec, target)), cases)
+        assert report.passed, report.reason

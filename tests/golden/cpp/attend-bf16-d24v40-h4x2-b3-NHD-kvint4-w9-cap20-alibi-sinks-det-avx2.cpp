@@ -451,6 +451,14 @@ inline __attribute__((always_inline)) V half_dims(const C* p, int d) {
 }
 
 namespace steps {
+// a * b + c, rounded once where the target does that as fast.
+[[maybe_unused]] inline float fma(float a, float b, float c) {
+#if defined(__FMA__) || defined(__aarch64__)
+  return __builtin_fmaf(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
 [[maybe_unused]] inline float where(bool condition, float a, float b) { return condition ? a : b; }
 [[maybe_unused]] inline float min(float a, float b) { return a < b || a != a ? a : b; }  // a NaN on either side stays one
 [[maybe_unused]] inline float max(float a, float b) { return a > b || a != a ? a : b; }
@@ -462,10 +470,10 @@ namespace steps {
 // e^x = 2^n e^r with |r| <= ln 2 / 2, relative error below 3e-7. ln 2 in two parts (Cody and Waite 1980) keeps r exact.
 [[maybe_unused]] inline float exp(float x) {
   x = x < -105.0f ? -105.0f : x > 89.0f ? 89.0f : x;  // they give 0 and infinity; a NaN stays one
-  const float shifted = x * LOG2E + 0x1.8p23f;         // its last bits hold n, rounded
-  const float n = shifted - 0x1.8p23f, r = (x - n * 0x1.62e4p-1f) - n * 0x1.7f7d1cp-20f, f = r * LOG2E;
+  const float shifted = fma(x, LOG2E, 0x1.8p23f);      // its last bits hold n, rounded
+  const float n = shifted - 0x1.8p23f, r = fma(n, -0x1.7f7d1cp-20f, fma(n, -0x1.62e4p-1f, x)), f = r * LOG2E;
   float y = EXP2_POLY[5];
-  for (int i = 4; i >= 0; --i) y = y * f + EXP2_POLY[i];
+  for (int i = 4; i >= 0; --i) y = fma(y, f, EXP2_POLY[i]);
   const int32_t whole = int32_t(to_bits(shifted) - to_bits(0x1.8p23f)), half = whole >> 1;
   return y * from_bits(uint32_t(half + 127) << 23) * from_bits(uint32_t(whole - half + 127) << 23);
 }

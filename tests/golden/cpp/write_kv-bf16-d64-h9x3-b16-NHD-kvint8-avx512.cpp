@@ -436,10 +436,8 @@ inline Scale scale_of(const float* row) {
 template <int N>
 inline void quantise(C* to, const float* row, Scale by) {
   const float factor = inverse(by.scale);
-  alignas(64) float steps[N];
-  for (int d = 0; d < N; ++d) steps[d] = row[d] * factor;
   const auto step = [&](int d) {
-    const float x = steps[d];
+    const float x = row[d] * factor;
     return int(std::nearbyint(x > -128.0f ? (x < 127.0f ? x : 127.0f) : -128.0f));
   };
   for (int d = 0; d < N; ++d) to[d] = int8_t(step(d));

@@ -232,6 +232,8 @@ class Scheduler:
         nothing, where nothing is cached or where a request that has begun could not finish any more.
         """
         pool, tokens = self.pool, tuple(token_ids)
+        if not self.policy.prefix_cache:  # those that promise blocks ahead do not count pinned ones
+            raise ConfigError(f"policy {self.policy.name} goes without a prefix cache, so nothing can be pinned; use policy default")
         self.memory.pin(tokens, salt)
         never = [group for group in pool.waiting if pool.never_fits(group)]
         begun = [f"request {group.request_id!r}" for group in never if group in pool.preempted]

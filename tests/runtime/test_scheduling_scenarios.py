@@ -214,3 +214,13 @@ def test_every_preemption_mode_is_seen_to_do_what_it_says(preemption: Preemption
     assert pool.num_preemptions > 0
     assert pool.num_swaps == (0 if preemption is Preemption.RECOMPUTE else pool.num_preemptions)
     assert_as_if_alone(*groups)
+
+
+def test_a_policy_that_goes_without_a_prefix_cache_pins_nothing() -> None:
+    """Found by a long run: orca promised blocks that a pin had taken."""
+    scenario = Scenario(num_blocks=8, block_size=2, max_num_seqs=5, budget=1, seed=8, num_host_blocks=0, prefix_cache=True)
+    rig = make_rig(scenario, "orca", "paged", "recompute")
+    with pytest.raises(ConfigError, match="policy orca goes without a prefix cache"):
+        rig.scheduler.pin(range(4))
+    assert_as_if_alone(*play(rig, scenario, num_requests=20))
+    assert rig.scheduler.num_deadlocks == 0

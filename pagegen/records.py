@@ -46,6 +46,7 @@ class Evaluation:
     conditions: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # what the timing was given, what disturbed it
     seconds: float = 0.0  # what the evaluation itself took
     gate_seconds: float = 0.0  # of these the gate's, after compilation
+    source: str = ""  # hash of the source that was built; empty if it did not render
 
     def __post_init__(self) -> None:
         if (self.status is Status.PASSED) != (self.score is not None):

@@ -36,6 +36,7 @@ from pagegen.spec import KernelSpec, Op, Phase
 from pagegen.target import Target, detect, parse_target
 from pagegen.tuning.baselines import SdpaBaselines
 from pagegen.tuning.contest import Conditions
+from pagegen.tuning.inherit import source_hash
 from pagegen.tuning.machine import exclusive, working
 from pagegen.tuning.measure import Measurement, geomean_of_medians, measure, stopwatch_for
 from pagegen.tuning.workload import Inputs, Point, Pool, Workload, cold_bytes_on
@@ -258,7 +259,16 @@ class Evaluator:
                 f"({found.reason}), so there is nothing to tune against; `pagegen check` shows the smallest failing input"
             )
         spent = time.monotonic() - begin
-        return dataclasses.replace(found, environment=self.environment, seconds=spent, gate_seconds=gate_seconds)
+        return dataclasses.replace(
+            found, environment=self.environment, seconds=spent, gate_seconds=gate_seconds, source=self.source_of(config)
+        )
+
+    def source_of(self, config: Config) -> str:
+        """`source_hash` of a config; "" if it does not render."""
+        try:
+            return source_hash(render(variant(Op.ATTEND, self.spec, self.target, config)))
+        except RenderError:
+            return ""
 
     def compare(
         self, configs: Mapping[str, Config], anchor: str, phase: Phase, seconds: float, with_sdpa: bool = False

@@ -24,6 +24,7 @@ from pagegen.target import Target, parse_target, require_present
 from pagegen.tuning.contest import Conditions, Row
 from pagegen.tuning.decide import DEFAULT, Decision, Winner, choose_finalists, decide, propose
 from pagegen.tuning.evaluate import Evaluator
+from pagegen.tuning.inherit import Ancestor, inherit
 from pagegen.tuning.measure import Measurement
 from pagegen.tuning.record import FORMAT, Record, Rounds, write_record, write_trials
 from pagegen.tuning.report import write_report
@@ -92,12 +93,13 @@ def tune(
     shares = share_trials(trials, [each.value for each in phases])
     folder = _results_folder(out, where, spec, selection)
     with Evaluator(spec, where, workloads) as evaluator:
-        with _studies(evaluator, folder, storage, study or spec.slug, shares, seed) as studies:
+        with _studies(evaluator, folder, storage, study or spec.slug, shares, seed) as (studies, ancestors):
             evaluate = {each.value: functools.partial(evaluator.evaluate, each) for each in phases}
             new = search(studies, evaluate, budget=budget, watch=watch)
             trials_of = {each: studies[each.value].evaluations for each in phases}
             facts = {
                 "studies": {name: found.name for name, found in studies.items()},
+                "ancestors": {name: [each.to_dict() for each in found] for name, found in ancestors.items()},
                 "trials": {
                     "resumed": sum(found.resumed for found in studies.values()),
                     "new": new,
@@ -168,12 +170,13 @@ def _results_folder(out: Path | str | None, target: Target, spec: KernelSpec, se
 @contextmanager
 def _studies(
     evaluator: Evaluator, folder: Path, url: str | None, name: str, shares: Mapping[str, int], seed: int
-) -> Iterator[dict[str, BucketStudy]]:
-    """Opens a study a bucket; on the way out, however that is, the trials are exported and claims given up."""
+) -> Iterator[tuple[dict[str, BucketStudy], dict[str, list[Ancestor]]]]:
+    """Opens a study a bucket, and says which older ones of its name there are; on the way out, however that is, the trials are exported and claims given up."""
     spec, target = evaluator.spec, evaluator.target
     storage = open_storage(url, folder)
     space = template_for(Op.ATTEND, spec, target).space(spec, target)
     studies: dict[str, BucketStudy] = {}
+    ancestors: dict[str, list[Ancestor]] = {}
     try:
         for bucket, total in shares.items():
             identity = {
@@ -182,10 +185,13 @@ def _studies(
                 "spec": spec.to_dict(),
                 "target": target.name,
                 "templates": _template_digest(template_for(Op.ATTEND, spec, target).language),
+                "anchor": evaluator.source_of(evaluator.default),  # what scores are relative to
+                "knobs": {knob.name: sorted(knob.values, key=repr) for knob in space.knobs},
                 "workload": evaluator.workloads[Phase(bucket)].digest,
             }
             studies[bucket] = BucketStudy(storage, f"{name}/{bucket}", space, identity, seed=seed, total=total)
-        yield studies
+            ancestors[bucket] = inherit(studies[bucket], evaluator.source_of)
+        yield studies, ancestors
     finally:
         rows = [(s.name, number, found) for s in studies.values() for number, found in s.evaluations]
         write_trials(folder, rows)

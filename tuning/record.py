@@ -34,6 +34,7 @@ FACTS: Mapping[str, type] = {
     "workload": dict,
     "workloads": dict,
     "studies": dict,
+    "ancestors": dict,
     "seed": int,
     "trials": dict,
     "finalists": dict,

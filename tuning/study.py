@@ -84,6 +84,7 @@ class BucketStudy:
         self.num_evaluated = 0  # configs, by whichever process, as of the last look at the storage
         self._coding = Coding(space)
         whole = {**identity, "space": self._coding.digest}
+        self.identity = whole
         self.name = f"{name}/{digest(whole)}"
         self._study = optuna.create_study(storage=storage, study_name=self.name, load_if_exists=True)
         self._storage = self._study._storage
@@ -95,6 +96,7 @@ class BucketStudy:
         self._queue_again()
         self._enqueue_missing([space.default])
         self.resumed = self.num_evaluated
+        self.total += self.num_inherited
 
     def close(self) -> None:
         """Ends the renewals: a claim that is still held lapses."""
@@ -110,6 +112,32 @@ class BucketStudy:
         """Who else has a trial at work, as `host:process:token`; "" for one that is being chosen."""
         running = [trial for trial in self._read() if trial.state is TrialState.RUNNING]
         return [holder(trial) for trial in running if self._heartbeat.is_foreign(trial)]
+
+    @property
+    def num_inherited(self) -> int:
+        """Configs whose evaluation was taken over from another study: they come on top of the total."""
+        return len({config for config, trial in self._known(self._read()) if "inherited" in trial.user_attrs})
+
+    def relatives(self) -> list[tuple[str, dict[str, Any], list[Evaluation]]]:
+        """(name, identity, evaluations) of every other study of this name: they differ in their identity."""
+        family, found = self.name.rpartition("/")[0] + "/", []
+        for other in self._storage.get_all_studies():
+            identity = other.user_attrs.get("identity")
+            if identity and other.study_name.startswith(family) and other.study_name != self.name:
+                trials = self._storage.get_all_trials(other._study_id, deepcopy=False)
+                told = [trial.user_attrs["evaluation"] for trial in trials if "evaluation" in trial.user_attrs]
+                found.append((other.study_name, identity, list(map(Evaluation.from_dict, told))))
+        return found
+
+    def adopt(self, evaluations: Mapping[Config, Evaluation], origin: str) -> int:
+        """Takes over what another study, `origin`, says of configs that are not known here; how many there were."""
+        before, book = self.num_inherited, self._book(self._read())
+        for config, evaluation in evaluations.items():
+            if config not in book.evaluated:
+                self._add(config, evaluation, {"inherited": origin})
+        adopted = self.num_inherited - before
+        self.total += adopted
+        return adopted
 
     def ranked(self) -> list[Evaluation]:
         """Those that passed, best first."""
@@ -256,13 +284,17 @@ class BucketStudy:
 
     def _record_deadly(self, config: Config, times: int) -> None:
         reason = f"the tuner died {times} times while evaluating it"
-        evaluation = Evaluation(Status.RUN_ERROR, config.to_dict(), reason)
+        self._add(config, Evaluation(Status.RUN_ERROR, config.to_dict(), reason), {})
+
+    def _add(self, config: Config, evaluation: Evaluation, notes: Mapping[str, Any]) -> None:
+        """A trial that has ended before it began."""
         self._study.add_trial(
             optuna.trial.create_trial(
-                state=TrialState.PRUNED,
+                state=TrialState.PRUNED if evaluation.score is None else TrialState.COMPLETE,
+                value=evaluation.score,
                 params=self._coding.encode(config),
                 distributions=self._coding.distributions,
-                user_attrs={"evaluation": evaluation.to_dict()},
+                user_attrs={"evaluation": evaluation.to_dict(), **notes},
             )
         )
 

@@ -73,6 +73,7 @@ def make_record(truth: Mapping[Phase, Truth] = TILES, slug: str = "fp32-d8-h2x1-
         "workload": {"name": "default", "points": 4, "timed": 4, "digests": {phase.value: w.digest for phase, w in workloads.items()}},
         "workloads": {phase.value: workload.to_dict() for phase, workload in workloads.items()},
         "studies": {phase.value: f"{slug}/{phase.value}/0" for phase in truth},
+        "ancestors": {},
         "trials": {"resumed": 0, "new": sum(map(len, trials.values())), "lost": 0},
         "seed": seed,
         "finalists": finalists,

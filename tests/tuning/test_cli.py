@@ -65,7 +65,7 @@ def test_a_wrong_request_ends_with_2_and_one_line(words: list[str], said: str, t
 
 
 def test_tune_json_is_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    document = {"winner": [], "counts": {}, "trials": {}, "package": "p", "report": "r"}
+    document = {"winner": [], "counts": {}, "trials": {}, "ancestors": {}, "package": "p", "report": "r"}
     made = job.TuneResult(tmp_path, tmp_path, tmp_path, (), (), None, document)
     monkeypatch.setattr(job, "tune", lambda spec, **options: made)
     result = run("tune", SLUG, "--json")

@@ -1,0 +1,135 @@
+"""A new study says why it is new, and takes over exactly the trials that still hold."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from optuna.storages import BaseStorage
+
+from pagegen.catalog import template_for, variant
+from pagegen.records import Evaluation, Status
+from pagegen.render import Source, render
+from pagegen.space import Config, ConfigSpace, Knob
+from pagegen.spec import Op, parse_slug
+from pagegen.target import parse_target
+from pagegen.tuning.inherit import differences, inherit, source_hash
+from pagegen.tuning.search import search
+from pagegen.tuning.storage import open_storage
+from pagegen.tuning.study import BucketStudy
+
+KEY = {"toolchain": {"compiler": "g++ 12"}, "hardware": {"quota": 2.0, "caches": {"L3": 32}}, "threads": 2, "templates": "a"}
+SPACE = ConfigSpace((Knob("tile", (16, 32), 16), Knob("unroll", (1, 2), 1)))
+MORE = ConfigSpace((Knob("tile", (16, 32, 64), 16), Knob("unroll", (1, 2), 1)))
+KNOB = ConfigSpace((*SPACE.knobs, Knob("order", ("rows", "columns"), "rows")))
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> BaseStorage:
+    return open_storage(None, tmp_path)
+
+
+def source(config: Config) -> str:
+    """What a config renders to: a knob that is not there is at its default."""
+    return str({"order": "rows", **config.to_dict()})
+
+
+def score(config: Config) -> Evaluation:
+    if config.to_dict()["unroll"] == 2:
+        return Evaluation(Status.INCORRECT, config.to_dict(), "wrong", source=source(config))
+    return Evaluation(Status.PASSED, config.to_dict(), score=16 / int(config.to_dict()["tile"]), source=source(config))
+
+
+def run(
+    storage: BaseStorage, space: ConfigSpace, key: dict[str, Any], total: int = 4, source_of: Callable[[Config], str] = source
+) -> tuple[BucketStudy, list[Config], list[str]]:
+    """(study, what was evaluated in it, what older studies it tells of)."""
+    seen: list[Config] = []
+
+    def evaluate(config: Config) -> Evaluation:
+        seen.append(config)
+        return score(config)
+
+    study = BucketStudy(storage, "s/decode", space, key, total=total)
+    told = [ancestor.line for ancestor in inherit(study, source_of)]
+    search({"only": study}, {"only": evaluate})
+    study.close()
+    return study, seen, told
+
+
+def test_a_value_more_costs_only_the_configs_that_have_it(storage: BaseStorage) -> None:
+    run(storage, SPACE, KEY)
+    study, seen, (told,) = run(storage, MORE, KEY, total=2)
+    assert {config.to_dict()["tile"] for config in seen} == {64} and len(seen) == 2  # the total counts what is new
+    assert len(study.evaluations) == 6 and study.ranked()[0].config["tile"] == 64
+    assert "4 of its trials hold here" in told
+    again, seen, told_again = run(storage, MORE, KEY, total=2)
+    assert not seen and not told_again and again.resumed == 6
+
+
+def test_a_knob_more_keeps_the_configs_that_render_as_before(storage: BaseStorage) -> None:
+    run(storage, SPACE, KEY)
+    study, seen, _ = run(storage, KNOB, {**KEY, "templates": "b"})
+    assert {config.to_dict()["order"] for config in seen} == {"columns"} and study.num_inherited == 4
+
+
+def test_a_config_whose_source_changed_is_evaluated_again(storage: BaseStorage) -> None:
+    run(storage, SPACE, KEY)
+
+    def changed(config: Config) -> str:
+        return source(config) + "2" * (config.to_dict()["tile"] == 32)
+
+    study, seen, _ = run(storage, SPACE, {**KEY, "templates": "b"}, source_of=changed)
+    assert {config.to_dict()["tile"] for config in seen} == {32} and study.num_inherited == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"toolchain": {"compiler": "g++ 13"}}, "toolchain.compiler: was g++ 12, is g++ 13"),
+        ({"hardware": {"quota": None, "caches": {"L3": 32}}}, "hardware.quota: was 2.0, is None"),
+        ({"threads": 4}, "threads: was 2, is 4"),
+        ({"anchor": "x"}, "anchor: was absent, is x"),
+    ],
+)
+def test_under_another_toolchain_or_machine_nothing_holds_and_the_field_is_named(
+    storage: BaseStorage, change: dict[str, Any], said: str
+) -> None:
+    run(storage, SPACE, KEY)
+    study, seen, (told,) = run(storage, SPACE, {**KEY, **change})
+    assert len(seen) == 4 and not study.num_inherited
+    assert said in told and "its trials do not count here" in told
+
+
+def test_nested_fields_are_compared_one_by_one() -> None:
+    now = {**KEY, "hardware": {"quota": 2.0, "caches": {"L3": 64}}, "knobs": {"tile": [1]}, "space": "y"}
+    assert differences({**KEY, "space": "x"}, now) == ["hardware.caches.L3: was 32, is 64", "knobs.tile: was absent, is [1]"]
+
+
+def test_verdicts_that_depend_on_more_than_the_source_are_not_taken_over(storage: BaseStorage) -> None:
+    old = BucketStudy(storage, "s/decode", SPACE, KEY, total=4)
+    ends = {Status.TIMEOUT: (16, 2), Status.RUN_ERROR: (32, 1), Status.PRUNED: (32, 2)}
+    statuses = {SPACE.config({"tile": tile, "unroll": unroll}): status for status, (tile, unroll) in ends.items()}
+
+    def evaluate(config: Config) -> Evaluation:
+        status = statuses.get(config)
+        return Evaluation(status, config.to_dict(), "so it ended", source=source(config)) if status else score(config)
+
+    search({"only": old}, {"only": evaluate})
+    old.close()
+    study, seen, _ = run(storage, MORE, KEY, total=5)
+    assert set(statuses) <= set(seen) and study.num_inherited == 1
+
+
+def test_a_new_knob_does_not_change_the_hash_of_a_source_that_it_does_not_change() -> None:
+    made_of = variant(Op.ATTEND, parse_slug("fp32-d8-h2x1-b4-NHD")[0], parse_target("cpu:scalar"))
+    source = render(made_of)
+    config = Config((*made_of.config.items, ("another", 1)))
+    text = source.text.replace(made_of.config.slug, config.slug)
+    assert source_hash(Source(dataclasses.replace(made_of, config=config), text)) == source_hash(source)
+    space = template_for(Op.ATTEND, made_of.spec, made_of.target).space(made_of.spec, made_of.target)
+    others = [render(dataclasses.replace(made_of, config=config)) for config in list(space)[:40]]
+    assert len({source_hash(other) for other in others}) == len({other.text.replace(other.variant.config.slug, "") for other in others}) > 1

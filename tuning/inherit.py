@@ -1,0 +1,95 @@
+"""What a new study has from older ones of its name: why it is another one, field by field, and the trials that still hold.
+
+The name of a study ends in a hash of its identity: spec, rendered source of the default, knobs, templates, toolchain,
+hardware, threads and quota, workload. A trial of another study holds here if nothing differs but knobs and templates, and
+its config renders to the very source that was timed then.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from pagegen.errors import ConfigError
+from pagegen.records import Evaluation, Status
+from pagegen.render import Source
+from pagegen.space import Config, ConfigSpace
+
+if TYPE_CHECKING:
+    from pagegen.tuning.study import BucketStudy
+
+HARMLESS = frozenset({"knobs", "space", "templates"})  # fields that the source of each trial answers for
+HOLDING = frozenset({Status.PASSED, Status.INCORRECT, Status.BUILD_ERROR})  # what depends on nothing but source and identity
+ABSENT = "absent"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ancestor:
+    """An older study of the same name and bucket."""
+
+    study: str
+    differences: tuple[str, ...]  # `field: was this, is that`
+    reused: int  # of its trials
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return dataclasses.asdict(self)
+
+    @property
+    def line(self) -> str:
+        """One line for people."""
+        taken = f"{self.reused} of its trials hold here" if self.reused else "its trials do not count here"
+        return f"study {self.study} was made under another key ({'; '.join(self.differences)}): {taken}"
+
+
+def source_hash(source: Source) -> str:
+    """Hash of the text that is compiled. The config's own words, a comment in it, do not count: a new knob changes them."""
+    text = source.text.replace(source.variant.config.slug, "")
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Each field in which two identities differ, nested ones with dots: `toolchain.compiler: was g++ 12, is g++ 13`."""
+    before, after = dict(_flat(was)), dict(_flat(now))
+    names = sorted(name for name in before.keys() | after.keys() if before.get(name, ABSENT) != after.get(name, ABSENT))
+    if any(name.startswith("knobs.") for name in names):
+        names = [name for name in names if name != "space"]  # the hash of the same
+    return [f"{name}: was {before.get(name, ABSENT)}, is {after.get(name, ABSENT)}" for name in names]
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def inherit(study: BucketStudy, source_of: Callable[[Config], str]) -> list[Ancestor]:
+    """Takes over what still holds of the older studies of `study`'s name, those with the fewest differences first.
+
+    `source_of` gives the `source_hash` of a config now, "" if it does not render. Does nothing for a study that has trials.
+    """
+    if study.num_evaluated:
+        return []
+    ancestors = []
+    for name, identity, told in study.relatives():
+        differing = {field for field in study.identity | identity if identity.get(field) != study.identity.get(field)}
+        found = dict(_holding(study.space, told, source_of)) if differing <= HARMLESS else {}
+        ancestors.append(Ancestor(name, tuple(differences(identity, study.identity)), study.adopt(found, name)))
+    return sorted(ancestors, key=lambda ancestor: len(ancestor.differences))
+
+
+def _holding(
+    space: ConfigSpace, told: list[Evaluation], source_of: Callable[[Config], str]
+) -> Iterator[tuple[Config, Evaluation]]:
+    names = {knob.name for knob in space.knobs}
+    for evaluation in told:
+        try:
+            config = space.config({name: value for name, value in evaluation.config.items() if name in names})
+        except ConfigError:
+            continue  # a value or a combination that is no longer allowed
+        if evaluation.source and evaluation.status in HOLDING and source_of(config) == evaluation.source:
+            yield config, dataclasses.replace(evaluation, config=config.to_dict())

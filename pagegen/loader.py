@@ -243,8 +243,8 @@ class PackagedKernels:
         context = "unknown" if shape.context is None else shape.context
         cure = "pass max_context_len" if shape.context is None else "tune for them with `pagegen tune --workload FILE`"
         warnings.warn(
-            f"package {self.name}: a {shape.phase} batch of {shape.seqs} sequences, longest query {shape.query}, longest context "
-            f"{context}, lies outside what was measured ({', '.join(outside)}); the untuned default serves such batches; {cure}",
+            f"package {self.name}: a {shape.phase} batch (sequences {shape.seqs}, longest query {shape.query}, longest context "
+            f"{context}) lies outside what was measured ({', '.join(outside)}); the untuned default serves such batches; {cure}",
             UntunedShapeWarning,
             stacklevel=4,
         )

@@ -26,7 +26,7 @@ from pagegen.tuning.decide import DEFAULT, Decision, Winner, choose_finalists, d
 from pagegen.tuning.evaluate import Evaluator
 from pagegen.tuning.inherit import Ancestor, inherit
 from pagegen.tuning.measure import Measurement
-from pagegen.tuning.record import FORMAT, Record, Rounds, write_record, write_trials
+from pagegen.tuning.record import FORMAT, Record, Rounds, to_keep, write_record, write_trials
 from pagegen.tuning.report import write_report
 from pagegen.tuning.roofline import measure_roofline
 from pagegen.tuning.search import Progress, search, share_trials
@@ -147,11 +147,18 @@ def _last_rounds(
         configs = choose_finalists([found for _, found in evaluated], default, points)
         finalists[phase.value] = {name: config.to_dict() for name, config in configs.items()}
         if len(configs) > 1:
-            finals[phase] = evaluator.compare(configs, DEFAULT, phase, FINAL_SECONDS)
+            finals[phase] = _compare(evaluator, configs, phase, FINAL_SECONDS)
         proposed = propose(phase, points, finals.get(phase, {}), uniform=uniform)
         serving = {name: configs[name] for name in configs if name == DEFAULT or name in proposed.assigned.values()}
-        contest[phase] = evaluator.compare(serving, DEFAULT, phase, CONTEST_SECONDS, with_sdpa=True)
+        contest[phase] = _compare(evaluator, serving, phase, CONTEST_SECONDS, with_sdpa=True)
     return finalists, finals, contest
+
+
+def _compare(
+    evaluator: Evaluator, configs: Mapping[str, Config], phase: Phase, seconds: float, with_sdpa: bool = False
+) -> dict[Point, Measurement]:
+    measured = evaluator.compare(configs, DEFAULT, phase, seconds, with_sdpa)
+    return {point: to_keep(found) for point, found in measured.items()}
 
 
 def _results_folder(out: Path | str | None, target: Target, spec: KernelSpec, selection: Selection) -> Path:

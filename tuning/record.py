@@ -76,6 +76,12 @@ class Record:
         return Roofline.from_dict(self.facts["roofline"]) if self.facts["roofline"] else None
 
 
+def to_keep(measurement: Measurement) -> Measurement:
+    """A measurement as the record keeps it, six digits a sample: what is decided is decided from these."""
+    seconds = {name: tuple(float(f"{value:.6g}") for value in values) for name, values in measurement.seconds.items()}
+    return dataclasses.replace(measurement, seconds=seconds)
+
+
 def write_record(folder: Path, record: Record, decided: Mapping[str, Any]) -> None:
     """Writes the three files; `decided` joins the facts in tune.json."""
     names = record.facts["studies"]

@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 import traceback
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Annotated
 
@@ -64,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug = _take_debug(words)
     words = words or ["--help"]
     try:
-        with _sigterm_unwinds():
+        with _sigterm_unwinds(), _warnings_in_one_line():
             status = typer.main.get_command(build_app(words)).main(words, prog_name="pagegen", standalone_mode=False)
         return status if isinstance(status, int) else DONE
     except (KeyboardInterrupt, typer.Abort):
@@ -93,6 +94,17 @@ def _sigterm_unwinds() -> Iterator[None]:
     finally:
         if ours:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def _warnings_in_one_line() -> Iterator[None]:
+    """Shows a warning as people read it, without the place in our code."""
+    before = warnings.formatwarning
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
+    try:
+        yield
+    finally:
+        warnings.formatwarning = before
 
 
 def build_app(words: Sequence[str]) -> typer.Typer:

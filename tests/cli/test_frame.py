@@ -8,11 +8,13 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import pytest
 
 import pagegen
+from pagegen import cli
 from pagegen.cli import COMMANDS, main, subcommands
 from pagegen.errors import BuildError, ConfigError
 from tests.cli.helpers import run
@@ -161,3 +163,9 @@ def test_the_page_about_the_command_line_is_current() -> None:
         [sys.executable, script, "--check"], env=environment, capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, result.stderr
+
+
+def test_a_warning_is_one_line_without_a_place() -> None:
+    with cli._warnings_in_one_line():
+        assert warnings.formatwarning("low on ice", UserWarning, "file.py", 7, "code") == "warning: low on ice\n"
+    assert "file.py" in warnings.formatwarning("low on ice", UserWarning, "file.py", 7, "code")

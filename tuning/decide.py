@@ -116,7 +116,8 @@ def settle(phase: Phase, proposed: Fit, contest: Measured, *, uniform: bool) -> 
     """What serves each point in the end: a row that the contest's interval does not confirm goes back to the default, and
     so does, from a row that it does, a batch on which the config is for sure slower (by more than MAX_REGRET).
     """
-    assigned = dict(proposed.assigned)
+    # a contender that the contest did not meet (a record of other rules, decided again) is not confirmed
+    assigned = {point: name if name in contest[point].seconds else DEFAULT for point, name in proposed.assigned.items()}
     views = {point: view(measurement, assigned[point]) for point, measurement in contest.items()}
     slower = {cell_of(point) for point, found in views.items() if found.ratio(DEFAULT).high < 1 / (1 + MAX_REGRET)}
     if not uniform:

@@ -120,10 +120,23 @@ def read_record(folder: Path) -> tuple[Record, dict[str, Any]]:
             rounds[line["round"]].setdefault(Phase(phase), {})[points[phase, line["point"]]] = _measurement(line)
         facts = {name: value for name, value in document.items() if name in FACTS or name == "roofline"}
         record = Record(facts, trials, **rounds)
-        record.spec, record.workloads, record.finalists, record.roofline  # noqa: B018  # damage shows here, not later
+        _check(record)
     except (KeyError, TypeError, ValueError, AttributeError, PagegenError) as error:
         raise ConfigError(f"record {folder} is damaged ({type(error).__name__}: {error}); run `pagegen tune` again") from None
     return record, document
+
+
+def _check(record: Record) -> None:
+    """Raises KeyError or ValueError for a record that decisions cannot be made from."""
+    record.spec, record.roofline  # noqa: B018  # read now
+    for phase, workload in record.workloads.items():
+        names, points = record.finalists[phase], set(workload.points)
+        rounds = [record.contest] + [record.finals] * (len(names) > 1)
+        if any(its.get(phase, {}).keys() != points for its in rounds):
+            raise ValueError(f"{TIMINGS} lacks batches of {phase}")
+        for measured in (*record.finals.get(phase, {}).values(), *record.contest[phase].values()):
+            if not {"default", measured.anchor} <= measured.seconds.keys():
+                raise ValueError(f"{TIMINGS} lacks the default")
 
 
 def find_record(root: Path, spec_slug: str, target: str | None = None, workload: str = "default") -> Path:

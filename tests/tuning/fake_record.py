@@ -35,9 +35,24 @@ def config_of(tile: int) -> Config:
     return Config((("tile", tile),))
 
 
-def make_record(truth: Mapping[Phase, Truth] = TILES, slug: str = "fp32-d8-h2x1-b4-NHD", seed: int = 0, noise: float = 0.02, rounds: int = 15) -> Record:
-    """What a run on such a machine leaves; every config is evaluated once, and tile 9 failed to build."""
+def make_record(
+    truth: Mapping[Phase, Truth] = TILES,
+    slug: str = "fp32-d8-h2x1-b4-NHD",
+    seed: int = 0,
+    noise: float = 0.02,
+    tail: float = 0.0,
+    rounds: int = 15,
+) -> Record:
+    """What a run on such a machine leaves; every config is evaluated once, and tile 9 failed to build.
+
+    Times come out up to `noise` longer, and a share of `tail` of them up to four times as long.
+    """
     dice = random.Random(seed)
+
+    def disturbed(seconds: float) -> float:
+        late = 4.0 if tail and dice.random() < tail else 1 + noise
+        return round(seconds * dice.uniform(1, late), 12)
+
     spec = parse_slug(slug)[0]
     default = config_of(0)
     workloads = {phase: Workload(phase, tuple(map(Point.parse, batches))) for phase, batches in truth.items()}
@@ -45,7 +60,7 @@ def make_record(truth: Mapping[Phase, Truth] = TILES, slug: str = "fp32-d8-h2x1-
 
     def time(batches: Truth, point: Point, configs: Mapping[str, Config]) -> Measurement:
         seconds = {
-            name: tuple(round(batches[point.name][int(config.to_dict()["tile"])] * 1e-6 * dice.uniform(1, 1 + noise), 12) for _ in range(rounds))
+            name: tuple(disturbed(batches[point.name][int(config.to_dict()["tile"])] * 1e-6) for _ in range(rounds))
             for name, config in configs.items()
         }
         return Measurement(DEFAULT, seconds, dice.getrandbits(32))

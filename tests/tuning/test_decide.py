@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -79,11 +80,32 @@ def test_a_batch_on_which_a_confirmed_row_is_proven_slower_goes_back_to_the_defa
     assert tiles(decide(dataclasses.replace(record, contest={Phase.DECODE: contest}))) == {"1x1@16": 1, "8x1@16": 0}
 
 
+def test_a_config_that_the_contest_did_not_meet_is_not_confirmed() -> None:
+    record = make_record({Phase.DECODE: {"1x1@16": {0: 9.0, 1: 5.0}}})
+    (point,) = record.contest[Phase.DECODE]
+    contest = {point: Measurement(DEFAULT, {DEFAULT: (1.0,) * 5})}
+    assert tiles(decide(dataclasses.replace(record, contest={Phase.DECODE: contest}))) == {"1x1@16": 0}
+
+
 def test_a_config_that_is_proven_slower_than_the_default_is_not_proposed_there() -> None:
     one, many = (Point.parse(name, weight) for name, weight in (("1x1@16", 1), ("8x1@16", 100)))
     finals = {one: {DEFAULT: (1.0,) * 9, "finalist 1": (1.1,) * 9}, many: {DEFAULT: (9.0,) * 9, "finalist 1": (1.0,) * 9}}
     measured = {point: Measurement(DEFAULT, seconds) for point, seconds in finals.items()}
     assert propose(Phase.DECODE, (one, many), measured, uniform=False).assigned == {one: DEFAULT, many: "finalist 1"}
+
+
+@pytest.mark.long
+def test_under_heavy_tailed_noise_hardly_a_bucket_is_truly_slower_than_the_default() -> None:
+    names = ["1x1@16", "1x1@512", "1x1@4096", "8x1@64", "8x1@2048", "32x1@512"]
+    slower = buckets = 0
+    for seed in range(60):
+        dice = random.Random(seed)
+        truth = {name: {0: 100.0, **{tile: 100.0 * dice.choice((0.6, 0.9, 0.99, 1.0, 1.03, 1.2)) for tile in range(1, 5)}} for name in names}
+        for winner in decide(make_record({Phase.DECODE: truth}, seed=seed, noise=0.1, tail=0.1)).winners:
+            times = [truth[point][int(winner.config.to_dict()["tile"])] for point in winner.points]
+            buckets += 1
+            slower += sum(times) > 1.02 * 100.0 * len(times)
+    assert buckets > 60 and slower <= 0.05 * buckets
 
 
 # --- the record ------------------------------------------------------------------------------------------------------
@@ -122,8 +144,8 @@ def test_a_decision_that_differs_is_named_and_nothing_is_written(copy: Path) -> 
     assert {file.name: file.read_bytes() for file in copy.iterdir()} == before
 
 
-def cut_trials(folder: Path) -> None:
-    path = folder / "trials.jsonl"
+def cut(folder: Path, name: str) -> None:
+    path = folder / name
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
 
 
@@ -140,7 +162,8 @@ def set_format(folder: Path) -> None:
         (lambda folder: (folder / "timings.jsonl").unlink(), "timings.jsonl cannot be read"),
         (lambda folder: (folder / "timings.jsonl").write_text("{}\n"), "is damaged"),
         (set_format, f"has format {FORMAT - 1}, this pagegen reads format {FORMAT}"),
-        (cut_trials, "trials, the decision was made from"),
+        (lambda folder: cut(folder, "timings.jsonl"), "timings.jsonl lacks batches of prefill"),
+        (lambda folder: cut(folder, "trials.jsonl"), "trials, the decision was made from"),
     ],
 )
 def test_a_record_that_cannot_be_replayed_is_refused_in_one_line(copy: Path, damage: Callable[[Path], object], said: str) -> None:

@@ -13,7 +13,7 @@ from .spec import Phase
 
 
 class Status(StrEnum):
-    """How an evaluation ended. Only PASSED carries a timing."""
+    """How an evaluation ended. Only PASSED carries a timing; NOT_MEASURED is what a static model found worth one."""
 
     PASSED = "PASSED"
     INCORRECT = "INCORRECT"
@@ -21,6 +21,7 @@ class Status(StrEnum):
     RUN_ERROR = "RUN_ERROR"
     TIMEOUT = "TIMEOUT"
     PRUNED = "PRUNED"
+    NOT_MEASURED = "NOT_MEASURED"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,6 +48,8 @@ class Evaluation:
     seconds: float = 0.0  # what the evaluation itself took
     gate_seconds: float = 0.0  # of these the gate's, after compilation
     source: str = ""  # hash of the source that was built; empty if it did not render
+    kernels: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of an absent device: what each binary uses
+    estimate: Mapping[str, float] = dataclasses.field(default_factory=dict)  # workload point -> seconds, by a model
 
     def __post_init__(self) -> None:
         if (self.status is Status.PASSED) != (self.score is not None):

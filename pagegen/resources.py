@@ -7,6 +7,7 @@ through objdump. No device is needed.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import importlib.util
 import re
 import shutil
@@ -61,6 +62,7 @@ class Resources:
     threads: int | None  # of one program
     occupancy: float | None  # resident threads over the most that fit, 0 to 1; 0: the kernel cannot be launched
     instructions: Mapping[str, int]  # static counts, loops counted once
+    digest: str = ""  # of the code: kernels of one digest do the same
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -76,9 +78,11 @@ def gpu_resources(target: Target, binary: bytes, assembly: str, num_warps: int, 
     else:
         registers = _amd_field(assembly, "vgpr_count")  # the accumulators are part of it
         spills = _amd_field(assembly, "vgpr_spill_count")  # spilled scalar registers go to vector lanes: no memory
-        mix = _count(_HIP_MIX, re.sub(r"(?m)^\s+", "", assembly))
-    threads = num_warps * target.warp_size
-    return Resources(registers, spills, shared_memory, threads, occupancy(target, registers, shared_memory, threads), mix)
+        code = "\n".join(re.findall(r"(?m)^\s+([a-z]\w*(?: [^;\n]*)?)", assembly))  # without comments and directives
+        mix = _count(_HIP_MIX, code)
+    threads, digest = num_warps * target.warp_size, hashlib.sha256(code.encode()).hexdigest()[:16]
+    resident = occupancy(target, registers, shared_memory, threads)
+    return Resources(registers, spills, shared_memory, threads, resident, mix, digest)
 
 
 def cpu_resources(library: Path) -> Resources:
@@ -97,13 +101,18 @@ def occupancy(target: Target, registers: int, shared_memory: int, threads: int) 
     if shared_memory > target.shared_memory or not threads:
         return 0.0
     warps = threads // target.warp_size
-    schedulers = 4 if target.kind == "cuda" or target.warp_size == 64 else 2
+    schedulers = schedulers_of(target)
     warp_registers = -(-max(registers, 1) // 8) * 8 * target.warp_size
     by_registers = target.registers // schedulers // warp_registers * schedulers // warps
     reserved = _RESERVED_SHARED if target.kind == "cuda" else 0
     by_shared = (target.shared_memory + reserved) // max(shared_memory + reserved, 1)
     programs = min(by_registers, by_shared, target.max_threads // threads)
     return programs * threads / target.max_threads
+
+
+def schedulers_of(target: Target) -> int:
+    """Of one multiprocessor: each issues instructions of its own warps."""
+    return 4 if target.kind == "cuda" or target.warp_size == 64 else 2
 
 
 def _read_cubin(binary: bytes) -> tuple[int, str]:

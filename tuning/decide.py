@@ -165,7 +165,7 @@ def decide(record: Record) -> Decision:
     counts = Counter(found.status for found in evaluations)
     gated = [found.gate_seconds for found in evaluations if found.gate_seconds]
     document = {
-        "counts": {status.value: counts[status] for status in Status},
+        "counts": {status.value: counts[status] for status in Status if status is not Status.NOT_MEASURED},
         "gate": {"median": statistics.median(gated), "longest": max(gated)} if gated else None,  # seconds, after compilation
         "winner": [winner.to_dict() for winner in winners],
         "dispatch": tables,

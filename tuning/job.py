@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,9 +12,9 @@ from typing import Any
 from pagegen import __version__
 from pagegen.build.cpp import compile_library
 from pagegen.catalog import template_for, variant
-from pagegen.errors import ConfigError, SpecError
+from pagegen.errors import ConfigError
+from pagegen.loader import toolchain
 from pagegen.package import Packaged, install_package, write_package
-from pagegen.paths import TEMPLATES
 from pagegen.records import DispatchTable, Evaluation
 from pagegen.render import render
 from pagegen.space import Config, Value
@@ -30,11 +29,13 @@ from pagegen.tuning.record import FORMAT, Record, Rounds, to_keep, write_record,
 from pagegen.tuning.report import write_report
 from pagegen.tuning.roofline import measure_roofline
 from pagegen.tuning.search import Progress, search, share_trials
+from pagegen.tuning.shortlist import Shortlist, source_digest
 from pagegen.tuning.storage import open_storage
 from pagegen.tuning.study import BucketStudy
 from pagegen.tuning.workload import Point
-from pagegen.tuning.workloads import Selection, select
+from pagegen.tuning.workloads import Selection, select_phases
 
+TRIALS = 40
 FINAL_SECONDS = 0.3  # a batch, all finalists together
 CONTEST_SECONDS = 0.5  # a batch, winner, default and baselines together
 ROOFLINE_SECONDS = 1.0
@@ -59,12 +60,13 @@ def tune(
     target: str = "auto",
     phase: Phase | None = None,
     workload: Path | str | None = None,
-    trials: int = 40,
+    trials: int = TRIALS,
     budget: float | None = None,
     storage: str | None = None,
     study: str | None = None,
     out: Path | str | None = None,
     seed: int = 0,
+    shortlist: Path | str | None = None,
     watch: Callable[[Progress], None] | None = None,
 ) -> TuneResult:
     """Tunes `attend` for a spec (or slug) on this machine and installs the package for `generate`, `chat` and `serve`.
@@ -73,27 +75,26 @@ def tune(
     spec has one config for all batches: that of `phase`, or of mixed ones where the workload has any. `trials` counts
     configs evaluated over all of them and over all runs of the study: an interrupted run is continued. No trial begins
     after `budget` seconds. Results go to `out`/<target>/<spec>, `out` being `results` by default, and of a workload to a
-    folder of its name in there. Raises ConfigError, SpecError, BuildError or CheckError for what stands in the way.
+    folder of its name in there. What `shortlist`, a file as `tune_static` writes it, has for a phase is tried first, after
+    the default. Raises ConfigError, SpecError, BuildError or CheckError for what stands in the way.
     """
     if isinstance(spec, str):
         spec, named = parse_slug(spec)
         phase = phase or named
-    if spec.layout is None:
-        raise SpecError("layout is `auto`, and one layout is tuned at a time; set --layout NHD, or another by its name")
     if budget is not None and not budget > 0:
         raise ConfigError(f"--budget {budget} is not a positive number of seconds")
     where = parse_target(target)
+    selection = select_phases(None if workload is None else str(workload), spec, phase)
     require_present(where)
-    selection = select(None if workload is None else str(workload), spec)
-    if spec.deterministic:
-        phase = phase or max(selection.workloads, key=list(Phase).index)
-    if phase:
-        selection = selection.only(phase)
+    listed = None if shortlist is None else Shortlist.read(Path(shortlist))
+    first = {} if listed is None else listed.configs_for(spec, where)
     workloads, phases = selection.workloads, list(selection.workloads)
     shares = share_trials(trials, [each.value for each in phases])
-    folder = _results_folder(out, where, spec, selection)
+    folder = results_folder(out, where, spec, selection)
     with Evaluator(spec, where, workloads) as evaluator:
         with _studies(evaluator, folder, storage, study or spec.slug, shares, seed) as (studies, ancestors):
+            for each in phases:
+                studies[each.value].enqueue(first.get(each, []))
             evaluate = {each.value: functools.partial(evaluator.evaluate, each) for each in phases}
             new = search(studies, evaluate, budget=budget, watch=watch)
             trials_of = {each: studies[each.value].evaluations for each in phases}
@@ -117,6 +118,7 @@ def tune(
             "workloads": {each.value: batches.to_dict() for each, batches in workloads.items()},
             **facts,
             "seed": seed,
+            "shortlist": listed.described(toolchain(where)) if listed else None,
             "finalists": finalists,
             "roofline": roofline.to_dict() if roofline else None,
         }
@@ -161,7 +163,8 @@ def _compare(
     return {point: to_keep(found) for point, found in measured.items()}
 
 
-def _results_folder(out: Path | str | None, target: Target, spec: KernelSpec, selection: Selection) -> Path:
+def results_folder(out: Path | str | None, target: Target, spec: KernelSpec, selection: Selection) -> Path:
+    """Where the results of a tuning run lie; made. Raises ConfigError."""
     folder = Path(out or "results") / target.slug / spec.slug
     if selection.name != "default":
         folder /= selection.name
@@ -191,7 +194,7 @@ def _studies(
                 "pagegen": __version__,
                 "spec": spec.to_dict(),
                 "target": target.name,
-                "templates": _template_digest(template_for(Op.ATTEND, spec, target).language),
+                "templates": source_digest(template_for(Op.ATTEND, spec, target)),
                 "anchor": evaluator.source_of(evaluator.default),  # what scores are relative to
                 "knobs": {knob.name: sorted(knob.values, key=repr) for knob in space.knobs},
                 "workload": evaluator.workloads[Phase(bucket)].digest,
@@ -204,15 +207,6 @@ def _studies(
         write_trials(folder, rows)
         for found in studies.values():
             found.close()
-
-
-def _template_digest(language: str) -> str:
-    """Hash of every template file of a language: an included file changes a kernel as much as its own."""
-    digest = hashlib.sha256()
-    for path in sorted((TEMPLATES / language).rglob("*")):
-        if path.is_file():
-            digest.update(f"{path.relative_to(TEMPLATES)}\0".encode() + path.read_bytes() + b"\0")
-    return digest.hexdigest()[:12]
 
 
 def _write_package(

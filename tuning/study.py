@@ -143,6 +143,10 @@ class BucketStudy:
         """Those that passed, best first."""
         return ranked(found for _, found in self.evaluations)
 
+    def enqueue(self, configs: Sequence[Config]) -> None:
+        """Has these tried next, in this order, those that are known left out."""
+        self._enqueue_missing(configs)
+
     # --- claiming ----------------------------------------------------------------------------------------------------
 
     def claim(self) -> Claim | None:

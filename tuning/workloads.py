@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from pagegen.errors import ConfigError
+from pagegen.errors import ConfigError, SpecError
 from pagegen.memory import free_bytes
 from pagegen.records import phase_of
 from pagegen.spec import KernelSpec, Phase
@@ -87,6 +87,19 @@ def select(word: str | None, spec: KernelSpec) -> Selection:
     bounded = {phase: sampled(workload.within(spec, MAX_KV_BYTES), spec) for phase, workload in found.items()}
     _check_memory(path, [point for workload in bounded.values() for point in workload.points], spec)
     return Selection(name_of(word), bounded, sum(len(workload.points) for workload in found.values()))
+
+
+def select_phases(word: str | None, spec: KernelSpec, phase: Phase | None) -> Selection:
+    """`select`, and of it what is tuned: `phase` alone, or all; of a deterministic spec, which has one config, one phase.
+
+    Raises ConfigError, or SpecError for a layout of `auto`.
+    """
+    if spec.layout is None:
+        raise SpecError("layout is `auto`, and one layout is tuned at a time; set --layout NHD, or another by its name")
+    selection = select(word, spec)
+    if spec.deterministic:
+        phase = phase or max(selection.workloads, key=list(Phase).index)
+    return selection.only(phase) if phase else selection
 
 
 def _check_memory(path: Path, points: Iterable[Point], spec: KernelSpec) -> None:

@@ -16,7 +16,7 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -355,8 +355,17 @@ def compile_for(source: Source) -> tuple[CompiledTriton, ...]:
     for name, arguments in _typical_calls(made_of.spec, made_of.template.op):
         for call in _record(_module(source.text, source.key), arguments):
             if call.identity not in compiled:
-                compiled[call.identity] = _compile("merge" if call.kernel.__name__ == "merge" else name, call, made_of.target)
+                compiled[call.identity] = compile_call("merge" if call.kernel.__name__ == "merge" else name, call, made_of.target)
     return tuple(compiled.values())
+
+
+def attend_calls(source: Source, batches: Sequence[tuple[int, int, int]]) -> list[list[KernelCall]]:
+    """The kernels, with their grids, that an attend's launcher would launch for each (tokens, sequences, context); not compiled.
+
+    `context` is that of the longest sequence, without a shared prefix.
+    """
+    module, spec = _module(source.text, source.key), source.variant.spec
+    return [_record(module, _attend_arguments(spec, *batch)) for batch in batches]
 
 
 TYPICAL_BATCHES = (  # name, tokens, sequences, context, of it a shared prefix
@@ -367,54 +376,67 @@ TYPICAL_BATCHES = (  # name, tokens, sequences, context, of it a shared prefix
 
 
 def _typical_calls(spec: KernelSpec, op: Op) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    def meta(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
     k_cache, v_cache = allocate_cache(spec, 64, "meta")
     scales = allocate_scales(spec, 64, "meta")
     dtype = TORCH_DTYPES[spec.dtype]
     if op is Op.WRITE_KV:
         computed = spec.rope is not None or spec.cache_dtype.quantised
-        k = meta((64, spec.kv_heads, spec.head_dim), dtype if computed else k_cache.dtype)
-        v = meta((64, spec.kv_heads, spec.dim_v), k.dtype)
+        k = _meta((64, spec.kv_heads, spec.head_dim), dtype if computed else k_cache.dtype)
+        v = _meta((64, spec.kv_heads, spec.dim_v), k.dtype)
         extras: list[torch.Tensor | float] = [*_given(scales)]
         if spec.rotary_dim is not None:
-            q = meta((64, spec.q_heads, spec.head_dim), dtype)
-            extras += [q, q, meta((64,), torch.int64), meta((4096, spec.rotary_dim), torch.float32)]
+            q = _meta((64, spec.q_heads, spec.head_dim), dtype)
+            extras += [q, q, _meta((64,), torch.int64), _meta((4096, spec.rotary_dim), torch.float32)]
         if spec.qk_norm:
-            weight = meta((spec.head_dim,), torch.float32)
+            weight = _meta((spec.head_dim,), torch.float32)
             extras += [weight, weight, 1e-6]
-        yield op.value, (k, v, k_cache, v_cache, meta((64,), torch.int64), *extras)
+        yield op.value, (k, v, k_cache, v_cache, _meta((64,), torch.int64), *extras)
     elif op is Op.COPY_BLOCKS:
-        yield op.value, (k_cache, v_cache, meta((4, 2), torch.int64), *_by_token(spec, scales))
+        yield op.value, (k_cache, v_cache, _meta((4, 2), torch.int64), *_by_token(spec, scales))
     elif op in (Op.GATHER_BLOCKS, Op.SCATTER_BLOCKS):
-        staging = meta((4, block_bytes(spec)), torch.uint8)
-        yield op.value, (k_cache, v_cache, meta((4,), torch.int64), staging, *_by_token(spec, scales))
+        staging = _meta((4, block_bytes(spec)), torch.uint8)
+        yield op.value, (k_cache, v_cache, _meta((4,), torch.int64), staging, *_by_token(spec, scales))
     else:
         for name, tokens, seqs, context, prefix in TYPICAL_BATCHES:
-            q, out = (meta((tokens, spec.q_heads, dim), dtype) for dim in (spec.head_dim, spec.dim_v))
-            lse = meta((tokens, spec.q_heads), torch.float32) if spec.lse else None
-            table = meta((seqs, -(-context // spec.block_size)), torch.int32)
-            lens, starts = meta((seqs,), torch.int32), meta((seqs + 1,), torch.int32)
-            heads = (meta((spec.q_heads,), torch.float32) if wanted else None for wanted in (spec.alibi, spec.sinks))
-            mask = meta((tokens, 32), torch.uint8) if spec.mask else None
-            shared = prefix // spec.block_size * spec.block_size
-            yield name, (out, q, k_cache, v_cache, table, lens, starts, spec.softmax_scale, lse, shared, *_given(scales, *heads, mask))
+            yield name, _attend_arguments(spec, tokens, seqs, context, prefix)
+
+
+def _attend_arguments(spec: KernelSpec, tokens: int, seqs: int, context: int, prefix: int = 0) -> tuple[Any, ...]:
+    k_cache, v_cache = allocate_cache(spec, 64, "meta")
+    q, out = (_meta((tokens, spec.q_heads, dim), TORCH_DTYPES[spec.dtype]) for dim in (spec.head_dim, spec.dim_v))
+    lse = _meta((tokens, spec.q_heads), torch.float32) if spec.lse else None
+    table = _meta((seqs, -(-context // spec.block_size)), torch.int32)
+    lens, starts = _meta((seqs,), torch.int32), _meta((seqs + 1,), torch.int32)
+    heads = (_meta((spec.q_heads,), torch.float32) if wanted else None for wanted in (spec.alibi, spec.sinks))
+    mask = _meta((tokens, 32), torch.uint8) if spec.mask else None
+    shared, extras = prefix // spec.block_size * spec.block_size, _given(allocate_scales(spec, 64, "meta"), *heads, mask)
+    return (out, q, k_cache, v_cache, table, lens, starts, spec.softmax_scale, lse, shared, *extras)
+
+
+def _meta(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Call:
+class KernelCall:
     """A recorded kernel call, as Triton's own specialisation would see it."""
 
     kernel: Any
+    grid: tuple[int, ...]
     signature: Mapping[str, str]
     constants: Mapping[str, Any]
     aligned: tuple[int, ...]  # positions of arguments that are multiples of 16
     options: Mapping[str, Any]
 
     @property
+    def program(self) -> tuple[object, ...]:
+        """What tells a module's binaries apart, but for what strides that depend on a batch happen to be multiples of."""
+        return (self.kernel.__name__, *map(tuple, (self.signature.items(), self.constants.items())))
+
+    @property
     def identity(self) -> tuple[object, ...]:
-        return (self.kernel.__name__, *map(tuple, (self.signature.items(), self.constants.items())), self.aligned)
+        """What tells a module's binaries apart."""
+        return (*self.program, self.aligned)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -422,12 +444,12 @@ class _Recorder:
     """Stands for a kernel: `kernel[grid](...)` is noted, not run."""
 
     kernel: Any
-    calls: list[_Call]
+    calls: list[KernelCall]
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return self._note
+        return functools.partial(self._note, grid)
 
-    def _note(self, *arguments: Any, **keywords: Any) -> None:
+    def _note(self, grid: tuple[int, ...], *arguments: Any, **keywords: Any) -> None:
         names = self.kernel.arg_names
         values = dict(zip(names, arguments, strict=False)) | {n: keywords.pop(n) for n in list(keywords) if n in names}
         signature: dict[str, str] = {}
@@ -441,7 +463,7 @@ class _Recorder:
             elif (_offset(value) if kind.startswith("*") else value if kind.startswith("i") and specialised else 1) % 16 == 0:
                 aligned.append(parameter.num)
             signature[parameter.name] = kind
-        self.calls.append(_Call(self.kernel, signature, constants, tuple(aligned), keywords))
+        self.calls.append(KernelCall(self.kernel, grid, signature, constants, tuple(aligned), keywords))
 
 
 _POINTERS = {
@@ -468,10 +490,10 @@ def _kind(value: Any) -> str:
     return "fp32"
 
 
-def _record(module: ModuleType, arguments: tuple[Any, ...]) -> list[_Call]:
+def _record(module: ModuleType, arguments: tuple[Any, ...]) -> list[KernelCall]:
     from triton.runtime.jit import JITFunction
 
-    calls: list[_Call] = []
+    calls: list[KernelCall] = []
     kernels = {name: value for name, value in vars(module).items() if isinstance(value, JITFunction)}
     try:
         vars(module).update({name: _Recorder(kernel, calls) for name, kernel in kernels.items()})
@@ -481,7 +503,8 @@ def _record(module: ModuleType, arguments: tuple[Any, ...]) -> list[_Call]:
     return calls
 
 
-def _compile(name: str, call: _Call, target: Target) -> CompiledTriton:
+def compile_call(name: str, call: KernelCall, target: Target) -> CompiledTriton:
+    """Compiles a recorded call for a target, present or not. Raises BuildError with the compiler's words."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

@@ -48,8 +48,14 @@ def command(
         ),
     ] = None,
     trials: Annotated[
-        int, typer.Option("--trials", metavar="N", help="Configs to evaluate in all, earlier runs included.")
-    ] = 40,
+        int | None,
+        typer.Option(
+            "--trials",
+            metavar="N",
+            help="Configs to evaluate in all, earlier runs included; default: 40; with --static all, at most 10000.",
+            show_default=False,
+        ),
+    ] = None,
     budget: Annotated[
         float | None,
         typer.Option("--budget", metavar="SECONDS", help="Begin no trial after this time.", show_default=False),
@@ -78,6 +84,18 @@ def command(
             "for SPEC. Exit status 1 if the decision is another one.",
         ),
     ] = False,
+    static: Annotated[
+        bool,
+        typer.Option(
+            "--static", help="Measure nothing: compile the candidates for a target that may be absent, write a shortlist."
+        ),
+    ] = False,
+    top: Annotated[int, typer.Option("--top", metavar="K", help="Configs of a phase in the shortlist of --static.")] = 20,
+    workers: Annotated[int, typer.Option("--workers", metavar="N", help="Processes that compile for --static.")] = 1,
+    shortlist: Annotated[
+        Path | None,
+        typer.Option("--shortlist", metavar="FILE", help="Try first what --static wrote here.", show_default=False),
+    ] = None,
     json: JsonOption = False,
 ) -> None:
     """Find the fastest correct config for this machine and package it.
@@ -86,14 +104,24 @@ def command(
     the same command. Without a phase in SPEC, decode, prefill and mixed batches are tuned apart, those of them that the
     workload has. Trials on other batches are another study: they never mix. A deterministic
     spec has one config for all batches: that of the phase in SPEC, or of mixed batches.
+
+    With --static nothing is measured: candidates are compiled for the target, present or not, those of no use are left
+    out, and a model ranks the others into a shortlist, which --shortlist has tried first where the target is.
     """
     if replay:
         from pagegen.cli._replay import run_replay
 
         return run_replay(spec, model, overrides, target, workload, out, json)
-    from pagegen.tuning.job import tune
-
     found, phase = spec_from(spec, model, overrides)
+    if static:
+        from pagegen.cli._static import run_static, show_static
+
+        options = {"trials": trials, "budget": budget, "workers": workers, "top": top, "seed": seed}
+        document = run_static(found, phase, target, workload, out, **options)
+        return print_json(document) if json else show_static(document)
+    from pagegen.tuning.job import TRIALS, tune
+
+    trials = TRIALS if trials is None else trials
     best: dict[str, float] = {}
     with progress(f"tuning {found.slug}", trials) as advance:
 
@@ -115,6 +143,7 @@ def command(
                 study=study,
                 out=out,
                 seed=seed,
+                shortlist=shortlist,
                 watch=watch,
             )
         except KeyboardInterrupt:
@@ -153,6 +182,8 @@ def show(result: TuneResult) -> None:
     note(f"workload: {workload['name']}, {workload['timed']} of its {workload['points']} batches")
     trials, counts = result.document["trials"], result.document["counts"]
     note(f"trials: {', '.join(f'{count} {name}' for name, count in trials.items())}; " + _statuses(counts))
+    if result.document.get("shortlist"):
+        note(_shortlist(result.document["shortlist"]))
     if result.document["noise"] > NOISY:
         note(
             f"the machine was busy: times are known to within {result.document['noise']:.0%} only, and small gains were not "
@@ -161,6 +192,13 @@ def show(result: TuneResult) -> None:
     if result.conditions and result.conditions.disturbance.line:
         note(result.conditions.disturbance.line)
     note(f"package: {result.package} (installed: generate, chat and serve find it)\nreport:  {result.report}")
+
+
+def _shortlist(listed: dict[str, Any]) -> str:
+    """Which shortlist was tried first, and that it was compiled anew where another toolchain made it."""
+    differing = ", ".join(f"{name} {here} here, {there} there" for name, (there, here) in listed["toolchain"].items())
+    anew = f"; compiled anew here: {differing}" if differing else ""
+    return f"shortlist: {sum(listed['configs'].values())} configs of {listed['file']}, tried first{anew}"
 
 
 def _winner_row(winner: dict[str, Any]) -> Sequence[str]:

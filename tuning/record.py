@@ -140,7 +140,10 @@ def _check(record: Record) -> None:
 
 
 def find_record(root: Path, spec_slug: str, target: str | None = None, workload: str = "default") -> Path:
-    """Where the record of a spec lies under `root`; `target` is a slug, None any. Raises ConfigError if there is none, or one for each of several targets."""
+    """Where the record of a spec lies under `root`; `target` is a slug, None any.
+
+    Raises ConfigError if there is none, or one for each of several targets.
+    """
     inside = f"{spec_slug}/{TUNE}" if workload == "default" else f"{spec_slug}/{workload}/{TUNE}"
     found = sorted(path.parent for path in root.glob(f"{target or '*'}/{inside}"))
     if len(found) == 1:
@@ -148,7 +151,8 @@ def find_record(root: Path, spec_slug: str, target: str | None = None, workload:
     if found:
         targets = ", ".join(path.relative_to(root).parts[0].replace("-", ":", 1) for path in found)
         raise ConfigError(f"{root} has records of {spec_slug} for {targets}; name one with --target")
-    raise ConfigError(f"{root} has no record of {spec_slug}{f' for {target}' if target else ''}; name its folder, or tune first")
+    for_what = [f" for {target}"] * bool(target) + [f" with workload {workload}"] * (workload != "default")
+    raise ConfigError(f"{root} has no record of {spec_slug}{''.join(for_what)}; name its folder, or tune first")
 
 
 def _document(folder: Path) -> dict[str, Any]:

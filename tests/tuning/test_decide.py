@@ -175,6 +175,8 @@ def test_a_record_that_cannot_be_replayed_is_refused_in_one_line(copy: Path, dam
 def test_a_spec_without_a_record_or_with_several_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no record of fp32-d8-h2x1-b4-NHD"):
         find_record(tmp_path, "fp32-d8-h2x1-b4-NHD")
+    with pytest.raises(ConfigError, match="no record of s for cpu-avx2 with workload chat;"):
+        find_record(tmp_path, "s", "cpu-avx2", "chat")
     for target in ("cpu-scalar", "cpu-avx2"):
         write(tmp_path / target / "s", make_record())
     with pytest.raises(ConfigError, match="for cpu:avx2, cpu:scalar; name one with --target"):

@@ -38,7 +38,8 @@ LANGUAGES = ("cpp", "triton")
 TITLES = {"cpp": "C++", "triton": "Triton", "pairs": "C++ and Triton, each two"}
 CHECK = Path(check.__file__).parent
 Job = tuple[str, int, Choice]  # backend, index, spec
-JUDGES = (*(CHECK / f"{name}.py" for name in ("compare", "files", "pool", "tensors", "tolerance")), CHECK.parent / "reference.py")
+JUDGES = (*(CHECK / f"{name}.py" for name in ("compare", "pool", "tensors", "tolerance")), CHECK.parent / "reference.py")
+DRIVER = (CHECK / "files.py",)  # through which only C++ kernels are run
 
 HEAD = """# Coverage
 
@@ -74,8 +75,10 @@ def prove(job: Job) -> Outcome:
 def _kept(job: Job) -> Path:
     """The file of a job's proof."""
     backend, index, choice = job
-    kernels = [source.key for source in sources(backend, choice, index)] + list(FLAGS if backend != "triton" else ())
+    kernels = [source.key for source in sources(backend, choice, index)]
     asked = (backend, choice, kernels, probe(spec_of(choice), index), [path.read_text() for path in JUDGES])
+    if backend != "triton":
+        asked += (FLAGS, [path.read_text() for path in DRIVER])
     folder = cache_dir() / "coverage"
     folder.mkdir(mode=0o700, exist_ok=True)
     return folder / f"{hashlib.sha256(repr(asked).encode()).hexdigest()[:24]}.json"

@@ -50,6 +50,8 @@ class Evaluation:
     source: str = ""  # hash of the source that was built; empty if it did not render
     kernels: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of an absent device: what each binary uses
     estimate: Mapping[str, float] = dataclasses.field(default_factory=dict)  # workload point -> seconds, by a model
+    noise: float | None = None  # half-width of the score's interval, over the score
+    roofline: float | None = None  # share of what the machine's limits allow, geometric mean over the batches
 
     def __post_init__(self) -> None:
         if (self.status is Status.PASSED) != (self.score is not None):

@@ -11,10 +11,11 @@ import ctypes
 import dataclasses
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Self, cast
@@ -39,6 +40,8 @@ from pagegen.tuning.contest import Conditions
 from pagegen.tuning.inherit import source_hash
 from pagegen.tuning.machine import exclusive, working
 from pagegen.tuning.measure import Measurement, geomean_of_medians, measure, stopwatch_for
+from pagegen.tuning.pruning import Judge
+from pagegen.tuning.roofline import Roofline
 from pagegen.tuning.workload import Inputs, Point, Pool, Workload, cold_bytes_on
 
 PRESETS = Path(__file__).parent / "presets"
@@ -215,7 +218,7 @@ class Evaluator:
     """Evaluates configs of `attend` for one spec on this machine. A context manager: it owns the timing process.
 
     Of several evaluators on one machine one times, and no other builds or gates meanwhile if that takes the cores that
-    are timed. `say` is told who is waited for, on stderr by default.
+    are timed. With a `roofline`, evaluations say what share of it they reach.
     """
 
     def __init__(
@@ -223,9 +226,9 @@ class Evaluator:
         spec: KernelSpec,
         target: Target,
         workloads: Mapping[Phase, Workload],
-        say: Callable[[str], None] | None = None,
+        roofline: Roofline | None = None,
     ) -> None:
-        self._say = say
+        self.roofline = roofline
         self.spec, self.target, self.workloads = spec, target, workloads
         self.default = template_for(Op.ATTEND, spec, target).space(spec, target).default
         self.threads = detect().threads
@@ -237,6 +240,7 @@ class Evaluator:
         }
         points = tuple(point for workload in workloads.values() for point in workload.points)
         device = "cpu" if target.kind == "cpu" else "cuda"
+        self._waited = False
         self._timer = Timer(_Setup(spec, target.name, points, cold_bytes_on(device), self.threads))
 
     def __enter__(self) -> Self:
@@ -245,14 +249,16 @@ class Evaluator:
     def __exit__(self, *_: object) -> None:
         self._timer.close()
 
-    def evaluate(self, phase: Phase, config: Config) -> Evaluation:
+    def evaluate(self, phase: Phase, config: Config, judge: Judge | None = None) -> Evaluation:
         """Renders, builds, gates and times one config beside the default on the phase's workload.
+
+        The batches that stand for most are timed first; once `judge` finds it clearly worse, the others are left out.
 
         Raises BuildError or CheckError if the default itself does not build or pass: then nothing can be tuned.
         """
         begin = time.monotonic()
         failed, gate_seconds = self._gated(config)
-        found = failed or self._timed(phase, config)
+        found = failed or self._timed(phase, config, judge or Judge())
         if config == self.default and found.status is not Status.PASSED:
             raise CheckError(
                 f"the default config of attend for {self.spec.slug} on {self.target.name} ended with {found.status} "
@@ -280,7 +286,7 @@ class Evaluator:
         try:
             workload = self.workloads[phase]
             self._timer.start()
-            with exclusive(say=self._say):
+            with exclusive(say=self._say_once):
                 return {
                     point: self._timer.time(configs, anchor, point, seconds, with_sdpa=with_sdpa, warm=workload.warm)
                     for point in workload.points
@@ -288,10 +294,16 @@ class Evaluator:
         except TimerDied as error:
             raise CheckError(f"a config that had passed the gate failed in {phase}: {error}; run the command again") from None
 
+    def _say_once(self, line: str) -> None:
+        """Says who is waited for, the first time: workers of one machine wait for each other all the time."""
+        if not self._waited:
+            print(line, file=sys.stderr, flush=True)
+        self._waited = True
+
     def _gated(self, config: Config) -> tuple[Evaluation | None, float]:
         """None if it passes; and the gate's seconds."""
         values = config.to_dict()
-        disturbing = working(say=self._say) if self.target.kind == "cpu" else contextlib.nullcontext()
+        disturbing = working(say=self._say_once) if self.target.kind == "cpu" else contextlib.nullcontext()
         try:
             with disturbing:
                 report = check_variant(render(variant(Op.ATTEND, self.spec, self.target, config)))
@@ -301,24 +313,47 @@ class Evaluator:
             return Evaluation(Status.BUILD_ERROR, values, str(error)), 0.0
         return None if report.passed else Evaluation(report.status, values, report.reason), report.seconds
 
-    def _timed(self, phase: Phase, config: Config) -> Evaluation:
+    def _timed(self, phase: Phase, config: Config, judge: Judge) -> Evaluation:
         values = config.to_dict()
         configs = {DEFAULT: self.default} if config == self.default else {DEFAULT: self.default, CANDIDATE: config}
         name = next(reversed(configs))
         points, warm = self.workloads[phase].points, self.workloads[phase].warm
-        measured: list[Measurement] = []
+        order = sorted(points, key=lambda point: (-point.weight, point.name))
+        measured: dict[Point, Measurement] = {}
         with contextlib.suppress(TimerDied):  # the first batch's timing says what is wrong with it
             self._timer.start()
-        with exclusive(say=self._say):  # over all batches, or others would work between them
-            for point in points:
+        with exclusive(say=self._say_once):  # over all batches, or others would work between them
+            begin = time.monotonic()
+            for step, point in enumerate(order):
                 try:
-                    measured.append(self._timer.time(configs, DEFAULT, point, POINT_SECONDS, warm=warm))
+                    found = measured[point] = self._timer.time(configs, DEFAULT, point, POINT_SECONDS, warm=warm)
                 except TimerDied as error:
                     return Evaluation(error.status, values, f"{point.name}: {error}")
                 except PagegenError as error:
                     return Evaluation(Status.RUN_ERROR, values, f"{point.name}: {error}")
-        score = geomean_of_medians([m.ratios(name) for m in measured], [point.weight for point in points])
-        timings = {point.name: m.timing(name) for point, m in zip(points, measured, strict=True)}
-        conditions = Conditions.of(measured)
-        known = conditions.to_dict() if conditions else {}
-        return Evaluation(Status.PASSED, values, score=score.median, timings=timings, conditions=known)
+                why = judge.hear(step, found.ratio(name).median, point.weight)
+                left = len(order) - step - 1
+                if why and left and config != self.default:
+                    saved = left * (time.monotonic() - begin) / (step + 1)
+                    return Evaluation(Status.PRUNED, values, f"{why}; {left} batches left out, about {saved:.1f} s")
+        score = geomean_of_medians([measured[point].ratios(name) for point in points], [point.weight for point in points])
+        conditions = Conditions.of([measured[point] for point in points])
+        return Evaluation(
+            Status.PASSED,
+            values,
+            score=score.median,
+            timings={point.name: measured[point].timing(name) for point in points},
+            conditions=conditions.to_dict() if conditions else {},
+            noise=(score.high - score.low) / 2 / score.median,
+            roofline=self._roofline_share(measured, name),
+        )
+
+    def _roofline_share(self, measured: Mapping[Point, Measurement], name: str) -> float | None:
+        if self.roofline is None:
+            return None
+        shares = [
+            self.roofline.floor(self.spec, point, found.setting.threads, found.setting.rotated_bytes) / found.timing(name).median
+            for point, found in measured.items()
+            if found.setting
+        ]
+        return statistics.geometric_mean(shares) if shares else None

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pagegen import __version__
 from pagegen.build.cpp import compile_library
-from pagegen.catalog import template_for, variant
+from pagegen.catalog import variant
 from pagegen.errors import ConfigError
 from pagegen.loader import toolchain
 from pagegen.package import Packaged, install_package, write_package
@@ -21,17 +19,22 @@ from pagegen.space import Config, Value
 from pagegen.spec import KernelSpec, Op, Phase, parse_slug
 from pagegen.target import Target, parse_target, require_present
 from pagegen.tuning.contest import Conditions, Row
+from pagegen.tuning.crew import crew
 from pagegen.tuning.decide import DEFAULT, Decision, Winner, choose_finalists, decide, propose
 from pagegen.tuning.evaluate import Evaluator
-from pagegen.tuning.inherit import Ancestor, inherit
+from pagegen.tuning.inherit import inherit
+from pagegen.tuning.joining import Job, studies, tally, tell_waiting
 from pagegen.tuning.measure import Measurement
 from pagegen.tuning.record import FORMAT, Record, Rounds, to_keep, write_record, write_trials
 from pagegen.tuning.report import write_report
 from pagegen.tuning.roofline import measure_roofline
+from pagegen.tuning.sampling import require_sampler
 from pagegen.tuning.search import Progress, search, share_trials
-from pagegen.tuning.shortlist import Shortlist, source_digest
-from pagegen.tuning.storage import open_storage
+from pagegen.tuning.shortlist import Shortlist
+from pagegen.tuning.stopping import PATIENCE, StopRule
+from pagegen.tuning.storage import in_reach, open_storage
 from pagegen.tuning.study import BucketStudy
+from pagegen.tuning.warm_start import Suggestion, suggestions
 from pagegen.tuning.workload import Point
 from pagegen.tuning.workloads import Selection, select_phases
 
@@ -62,20 +65,28 @@ def tune(
     workload: Path | str | None = None,
     trials: int = TRIALS,
     budget: float | None = None,
+    sampler: str = "tpe",
+    roofline_share: float | None = None,
+    patience: int = PATIENCE,
+    warm_start: bool = True,
     storage: str | None = None,
     study: str | None = None,
+    workers: int = 1,
     out: Path | str | None = None,
     seed: int = 0,
     shortlist: Path | str | None = None,
     watch: Callable[[Progress], None] | None = None,
+    say: Callable[[str], None] | None = None,
 ) -> TuneResult:
     """Tunes `attend` for a spec (or slug) on this machine and installs the package for `generate`, `chat` and `serve`.
 
     `workload` names a preset, or a file of batches; the phases that it has are tuned, or `phase` alone. A deterministic
     spec has one config for all batches: that of `phase`, or of mixed ones where the workload has any. `trials` counts
     configs evaluated over all of them and over all runs of the study: an interrupted run is continued. No trial begins
-    after `budget` seconds. Results go to `out`/<target>/<spec>, `out` being `results` by default, and of a workload to a
-    folder of its name in there. What `shortlist`, a file as `tune_static` writes it, has for a phase is tried first, after
+    after `budget` seconds; see `StopRule` for `roofline_share` and `patience`. With `warm_start`, winners among the records
+    in `out` are tried first. `workers` processes of this machine evaluate side by side, and others may `join` the study over
+    `storage`; one times at a time. `say` is told, in a line, what is waited for. Results go to `out`/<target>/<spec>,
+    `out` being `results` by default, and of a workload to a folder of its name in there. What `shortlist`, a file as `tune_static` writes it, has for a phase is tried first, after
     the default. Raises ConfigError, SpecError, BuildError or CheckError for what stands in the way.
     """
     if isinstance(spec, str):
@@ -83,6 +94,10 @@ def tune(
         phase = phase or named
     if budget is not None and not budget > 0:
         raise ConfigError(f"--budget {budget} is not a positive number of seconds")
+    if workers < 1:
+        raise ConfigError(f"--workers {workers} is less than 1, which is this process alone")
+    require_sampler(sampler)
+    rule = StopRule(roofline_share, patience)
     where = parse_target(target)
     selection = select_phases(None if workload is None else str(workload), spec, phase)
     require_present(where)
@@ -91,23 +106,31 @@ def tune(
     workloads, phases = selection.workloads, list(selection.workloads)
     shares = share_trials(trials, [each.value for each in phases])
     folder = results_folder(out, where, spec, selection)
-    with Evaluator(spec, where, workloads) as evaluator:
-        with _studies(evaluator, folder, storage, study or spec.slug, shares, seed) as (studies, ancestors):
+    totals = dict(zip(phases, shares.values(), strict=True))
+    backend, url = open_storage(storage, folder), storage or str(folder / "journal.log")
+    roofline = measure_roofline(where, seconds=ROOFLINE_SECONDS) if where.kind == "cpu" else None
+    job = Job(study or spec.slug, spec, where.name, workloads, totals, sampler, seed, rule, roofline)
+    with Evaluator(spec, where, workloads, roofline) as evaluator:
+        with in_reach(url), studies(backend, evaluator, job) as found:
+            ancestors = {bucket: inherit(each, evaluator.source_of) for bucket, each in found.items()}
             for each in phases:
-                studies[each.value].enqueue(first.get(each, []))
-            evaluate = {each.value: functools.partial(evaluator.evaluate, each) for each in phases}
-            new = search(studies, evaluate, budget=budget, watch=watch)
-            trials_of = {each: studies[each.value].evaluations for each in phases}
+                found[each].enqueue(first.get(each, []))
+            suggested = _suggest(found, evaluator, Path(out or "results")) if warm_start else []
+            try:
+                evaluate = {each.value: functools.partial(evaluator.evaluate, each) for each in phases}
+                with crew(workers - 1, job.name, url, budget, say):
+                    search(found, evaluate, budget=budget, rule=rule, watch=watch, waits=lambda who: tell_waiting(who, say))
+            finally:  # however it ends
+                write_trials(folder, [(each.name, *row) for each in found.values() for row in each.evaluations])
+            trials_of = {each: found[each].evaluations for each in phases}
             facts = {
-                "studies": {name: found.name for name, found in studies.items()},
-                "ancestors": {name: [each.to_dict() for each in found] for name, found in ancestors.items()},
-                "trials": {
-                    "resumed": sum(found.resumed for found in studies.values()),
-                    "new": new,
-                    "lost": sum(found.lost for found in studies.values()),
-                },
+                "studies": {bucket: each.name for bucket, each in found.items()},
+                "ancestors": {bucket: [each.to_dict() for each in older] for bucket, older in ancestors.items()},
+                "sampler": sampler,
+                "warm_start": [each.to_dict() for each in suggested],
+                "stopped": {bucket: each.stopped for bucket, each in found.items() if each.stopped},
+                "trials": tally(found),
             }
-        roofline = measure_roofline(where, seconds=ROOFLINE_SECONDS) if where.kind == "cpu" else None
         finalists, finals, contest = _last_rounds(evaluator, trials_of)
         facts = {
             "format": FORMAT,
@@ -177,36 +200,15 @@ def results_folder(out: Path | str | None, target: Target, spec: KernelSpec, sel
     return folder
 
 
-@contextmanager
-def _studies(
-    evaluator: Evaluator, folder: Path, url: str | None, name: str, shares: Mapping[str, int], seed: int
-) -> Iterator[tuple[dict[str, BucketStudy], dict[str, list[Ancestor]]]]:
-    """Opens a study a bucket, and says which older ones of its name there are; on the way out, however that is, the trials are exported and claims given up."""
+def _suggest(found: Mapping[str, BucketStudy], evaluator: Evaluator, root: Path) -> list[Suggestion]:
+    """Queues what won in earlier runs, bucket by bucket, behind the default."""
     spec, target = evaluator.spec, evaluator.target
-    storage = open_storage(url, folder)
-    space = template_for(Op.ATTEND, spec, target).space(spec, target)
-    studies: dict[str, BucketStudy] = {}
-    ancestors: dict[str, list[Ancestor]] = {}
-    try:
-        for bucket, total in shares.items():
-            identity = {
-                **evaluator.environment,
-                "pagegen": __version__,
-                "spec": spec.to_dict(),
-                "target": target.name,
-                "templates": source_digest(template_for(Op.ATTEND, spec, target)),
-                "anchor": evaluator.source_of(evaluator.default),  # what scores are relative to
-                "knobs": {knob.name: sorted(knob.values, key=repr) for knob in space.knobs},
-                "workload": evaluator.workloads[Phase(bucket)].digest,
-            }
-            studies[bucket] = BucketStudy(storage, f"{name}/{bucket}", space, identity, seed=seed, total=total)
-            ancestors[bucket] = inherit(studies[bucket], evaluator.source_of)
-        yield studies, ancestors
-    finally:
-        rows = [(s.name, number, found) for s in studies.values() for number, found in s.evaluations]
-        write_trials(folder, rows)
-        for found in studies.values():
-            found.close()
+    chosen = [
+        each for bucket, study in found.items() for each in suggestions(root, spec, target, study.space, Phase(bucket))
+    ]
+    for each in chosen:
+        found[each.phase].suggest(each.config, each.source)
+    return chosen
 
 
 def _write_package(

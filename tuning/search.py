@@ -9,11 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pagegen.errors import ConfigError
 from pagegen.records import Evaluation
 from pagegen.space import Config
+from pagegen.tuning.pruning import Judge
+from pagegen.tuning.stopping import StopRule
 from pagegen.tuning.study import BucketStudy
 
 WAIT_SECONDS = 0.5  # between two looks at what other processes are evaluating
 
-Evaluate = Callable[[Config], Evaluation]
+Evaluate = Callable[[Config, Judge], Evaluation]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,19 +34,23 @@ def search(
     evaluate: Mapping[str, Evaluate],
     *,
     budget: float | None = None,
+    rule: StopRule | None = None,
     watch: Callable[[Progress], None] | None = None,
     waits: Callable[[Sequence[str]], None] | None = None,
 ) -> int:
     """Evaluates configs, the bucket with the fewest next, until every study has its total or no config is left.
 
-    Waits for what other processes are evaluating, and takes it over from those that die; `waits` is told who they are,
+    A study for which `rule` has a reason to stop ends before its total, and carries the reason as `stopped`. Waits for what other processes are evaluating, and takes it over from those that die; `waits` is told who they are,
     once. No evaluation begins once `budget` seconds have passed. Returns the number of evaluations made here. An
     exception gives the claim back and goes on upwards; what was finished stays.
     """
     begin, made, told = time.monotonic(), 0, False
     total = sum(study.total for study in studies.values())
+    rule = rule or StopRule(patience=0)
+    for study in studies.values():
+        study.stopped = rule.reason(study.by_trial(), study.total)
     while budget is None or time.monotonic() - begin < budget:
-        for name in sorted(studies, key=lambda name: studies[name].num_evaluated):
+        for name in sorted(_open(studies), key=lambda name: studies[name].num_evaluated):
             claim = studies[name].claim()
             if claim:
                 break
@@ -58,16 +64,21 @@ def search(
             time.sleep(WAIT_SECONDS)
             continue
         try:
-            evaluation = evaluate[name](claim.config)
+            evaluation = evaluate[name](claim.config, studies[name].judge(claim))
         except BaseException:
             studies[name].release(claim)
             raise
         evaluation = studies[name].finish(claim, evaluation)
         made += 1
+        studies[name].stopped = rule.reason(studies[name].by_trial(), studies[name].total)  # looks at the storage
         if watch:
-            best = next(iter(studies[name].ranked()), None)  # looks at the storage
+            best = next(iter(studies[name].ranked()), None)
             watch(Progress(name, evaluation, best, sum(study.num_evaluated for study in studies.values()), total))
     return made
+
+
+def _open(studies: Mapping[str, BucketStudy]) -> list[str]:
+    return [name for name, study in studies.items() if not study.stopped]
 
 
 def share_trials(trials: int, buckets: Sequence[str]) -> dict[str, int]:

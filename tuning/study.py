@@ -29,6 +29,7 @@ from optuna.trial import FrozenTrial, TrialState
 from pagegen.records import Evaluation, Status, ranked
 from pagegen.space import Config, ConfigSpace
 from pagegen.tuning.lease import BEAT_SECONDS, LEASE, Heartbeat, holder
+from pagegen.tuning.pruning import Judge
 from pagegen.tuning.sampling import BRUTE, Coding, digest, make_sampler
 
 MAX_REPEATS = 8  # proposals in a row that are known already, before one is chosen that is not
@@ -80,7 +81,8 @@ class BucketStudy:
         beat: float = BEAT_SECONDS,
     ) -> None:
         self.space, self.total, self.sampler = space, total, sampler
-        self.lost = 0
+        self.lost = self.adopted = 0
+        self.stopped = ""  # why it ended before its total
         self.num_evaluated = 0  # configs, by whichever process, as of the last look at the storage
         self._coding = Coding(space)
         whole = {**identity, "space": self._coding.digest}
@@ -137,7 +139,12 @@ class BucketStudy:
                 self._add(config, evaluation, {"inherited": origin})
         adopted = self.num_inherited - before
         self.total += adopted
+        self.adopted += adopted
         return adopted
+
+    def by_trial(self) -> list[Evaluation]:
+        """The evaluations, in the order of the trials."""
+        return [found for _, found in self.evaluations]
 
     def ranked(self) -> list[Evaluation]:
         """Those that passed, best first."""
@@ -146,6 +153,14 @@ class BucketStudy:
     def enqueue(self, configs: Sequence[Config]) -> None:
         """Has these tried next, in this order, those that are known left out."""
         self._enqueue_missing(configs)
+
+    def suggest(self, config: Config, source: str) -> None:
+        """Queues a config, unless it is known, and notes where it comes from."""
+        self._enqueue_missing([config], {"suggested_by": source})
+
+    def describe(self, key: str, value: Any) -> None:
+        """Writes an attribute of the study."""
+        self._study.set_user_attr(key, value)
 
     # --- claiming ----------------------------------------------------------------------------------------------------
 
@@ -190,6 +205,18 @@ class BucketStudy:
             self._heartbeat.hold(trial._trial_id)
             return Claim(trial, config)
         return None
+
+    def judge(self, claim: Claim) -> Judge:
+        """What decides whether a claimed config is timed to its end: beside the best so far, batch by batch."""
+        trials = [trial for _, trial in self._known(self._read()) if trial.state is TrialState.COMPLETE]
+        whole = [trial for trial in trials if trial.value is not None and trial.intermediate_values]
+        best = min(whole, key=lambda trial: trial.value or math.inf, default=None)
+
+        def report(step: int, ratio: float) -> None:
+            with contextlib.suppress(UpdateFinishedTrialError):
+                claim.trial.report(ratio, step)
+
+        return Judge(best.intermediate_values if best else None, report)
 
     def _refuse(self, trial: optuna.Trial, state: TrialState, why: str) -> None:
         trial.set_user_attr("refused", why)
@@ -302,11 +329,11 @@ class BucketStudy:
             )
         )
 
-    def _enqueue_missing(self, configs: Sequence[Config]) -> None:
+    def _enqueue_missing(self, configs: Sequence[Config], notes: dict[str, Any] | None = None) -> None:
         book = self._book(self._read(), before=math.inf)
         for config in dict.fromkeys(configs):
             if config not in book:
-                self._study.enqueue_trial(self._coding.encode(config))
+                self._study.enqueue_trial(self._coding.encode(config), user_attrs=notes)
 
     # --- reading -----------------------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from pagegen.cli._common import (
     spec_from,
     spec_options,
 )
+from pagegen.errors import ConfigError
 
 if TYPE_CHECKING:
     from pagegen.tuning.contest import Row
@@ -60,14 +61,59 @@ def command(
         float | None,
         typer.Option("--budget", metavar="SECONDS", help="Begin no trial after this time.", show_default=False),
     ] = None,
+    sampler: Annotated[
+        str,
+        typer.Option("--sampler", metavar="NAME", help="Who proposes configs: tpe, gp (needs scipy), random, or brute: all."),
+    ] = "tpe",
+    roofline_share: Annotated[
+        float | None,
+        typer.Option(
+            "--roofline-share",
+            metavar="SHARE",
+            help="End a bucket's search once its best config reaches this share of what the machine's measured limits allow.",
+            show_default=False,
+        ),
+    ] = None,
+    patience: Annotated[
+        int,
+        typer.Option(
+            "--patience",
+            metavar="N",
+            help="End a bucket's search after N trials without a gain beyond the noise, if those that are left are expected to "
+            "gain less than it; 0: never.",
+        ),
+    ] = 20,
+    warm_start: Annotated[
+        bool,
+        typer.Option(
+            "--warm-start/--cold-start", help="Try first what won in earlier runs of the same template, among the results."
+        ),
+    ] = True,
     storage: Annotated[
         str | None,
         typer.Option(
-            "--storage", metavar="URL", help="A journal file or a database URL; default: journal.log among the results."
+            "--storage",
+            metavar="URL",
+            help="Where the trials live: a journal file, sqlite:///FILE or postgresql://USER@HOST/DATABASE; other databases "
+            "that SQLAlchemy has a driver for are accepted, untested. Default: journal.log among the results.",
+            show_default=False,
         ),
     ] = None,
     study: Annotated[
-        str | None, typer.Option("--study", metavar="NAME", help="Name of the study; default: the spec's slug.")
+        str | None,
+        typer.Option("--study", metavar="NAME", help="Name of the study; default: the spec's slug.", show_default=False),
+    ] = None,
+    workers: Annotated[
+        int, typer.Option("--workers", metavar="N", help="Processes that evaluate, or compile for --static, side by side; one times at a time.")
+    ] = 1,
+    join: Annotated[
+        str | None,
+        typer.Option(
+            "--join",
+            metavar="STUDY",
+            help="Evaluate configs of a study that another machine of this kind has opened in --storage; SPEC is the study's.",
+            show_default=False,
+        ),
     ] = None,
     out: Annotated[
         Path,
@@ -91,7 +137,6 @@ def command(
         ),
     ] = False,
     top: Annotated[int, typer.Option("--top", metavar="K", help="Configs of a phase in the shortlist of --static.")] = 20,
-    workers: Annotated[int, typer.Option("--workers", metavar="N", help="Processes that compile for --static.")] = 1,
     shortlist: Annotated[
         Path | None,
         typer.Option("--shortlist", metavar="FILE", help="Try first what --static wrote here.", show_default=False),
@@ -107,11 +152,19 @@ def command(
 
     With --static nothing is measured: candidates are compiled for the target, present or not, those of no use are left
     out, and a model ranks the others into a shortlist, which --shortlist has tried first where the target is.
+
+    Several processes, on any number of machines of one kind, share a study over --storage: this command opens it, and
+    `pagegen tune --join STUDY --storage URL` takes part. A trial of one that died is tried again by another.
     """
     if replay:
         from pagegen.cli._replay import run_replay
 
         return run_replay(spec, model, overrides, target, workload, out, json)
+    if join is not None:
+        if spec is not None or model is not None or overrides or storage is None:
+            raise ConfigError("--join takes everything from the study: name --storage, and neither SPEC nor --model")
+        _join(join, storage, budget, workers, json)
+        return
     found, phase = spec_from(spec, model, overrides)
     if static:
         from pagegen.cli._static import run_static, show_static
@@ -139,12 +192,18 @@ def command(
                 workload=workload,
                 trials=trials,
                 budget=budget,
+                sampler=sampler,
+                roofline_share=roofline_share,
+                patience=patience,
+                warm_start=warm_start,
                 storage=storage,
                 study=study,
+                workers=workers,
                 out=out,
                 seed=seed,
                 shortlist=shortlist,
                 watch=watch,
+                say=note,
             )
         except KeyboardInterrupt:
             note("interrupted; the same command goes on from here")
@@ -153,6 +212,17 @@ def command(
         print_json(result.document)
     else:
         show(result)
+
+
+def _join(study: str, storage: str, budget: float | None, workers: int, json: bool) -> None:
+    from pagegen.tuning.joining import join
+
+    document = join(study, storage, budget=budget, workers=workers, say=note)
+    if json:
+        print_json(document)
+    else:
+        trials = ", ".join(f"{count} {name}" for name, count in document["trials"].items())
+        note(f"study {study}: {document['made']} configs evaluated here; trials: {trials}; {_statuses(document['counts'])}")
 
 
 def show_decision(document: Mapping[str, Any], rows: Sequence[Row]) -> None:
@@ -184,6 +254,8 @@ def show(result: TuneResult) -> None:
     note(f"trials: {', '.join(f'{count} {name}' for name, count in trials.items())}; " + _statuses(counts))
     if result.document.get("shortlist"):
         note(_shortlist(result.document["shortlist"]))
+    for bucket, why in result.document["stopped"].items():
+        note(f"{bucket} ended early: {why}")
     if result.document["noise"] > NOISY:
         note(
             f"the machine was busy: times are known to within {result.document['noise']:.0%} only, and small gains were not "

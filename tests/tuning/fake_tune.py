@@ -20,7 +20,7 @@ SPACE = ConfigSpace(
 )
 
 
-def score(config: Config) -> Evaluation:
+def score(config: Config, judge: object = None) -> Evaluation:
     """A quarter of the space is wrong; elsewhere a bowl with its bottom at tile=128 unroll=2 order=columns."""
     values = config.to_dict()
     if values["unroll"] == 3:
@@ -33,7 +33,7 @@ def main(storage: str, total: int, seconds: float, beat: float, hangs: int) -> N
     """Runs `total` trials of `seconds` each, with a sign of life every `beat` seconds."""
     numbers = itertools.count(1)
 
-    def evaluate(config: Config) -> Evaluation:
+    def evaluate(config: Config, judge: object) -> Evaluation:
         print(f"begin {config.slug}", flush=True)
         time.sleep(600 if next(numbers) == hangs else seconds)
         print(f"end {config.slug}", flush=True)

@@ -53,7 +53,12 @@ def test_bench_prints_a_table_for_people(package: Path) -> None:
         (["tune"], "name one spec"),
         (["tune", "fp32-d7-h2x1-b4-NHD"], "head_dim"),
         (["tune", SLUG, "--trials", "1"], "--trials 1"),
-        (["tune", SLUG, "--workers", "2"], "--workers"),
+        (["tune", SLUG, "--workers", "0"], "--workers 0"),
+        (["tune", SLUG, "--sampler", "luck"], "allowed: tpe, gp, random, brute"),
+        (["tune", SLUG, "--join", "other", "--storage", "x"], "neither SPEC"),
+        (["tune", "--join", "other"], "name --storage"),
+        (["tune", "--join", "other", "--storage", "journal.log"], "no journal"),
+        (["tune", "--join", "other", "--storage", "sqlite:////proc/x.db"], "--storage"),
         (["tune", SLUG, "--target", "cuda:sm_90"], "cuda:sm_90"),
     ],
 )

@@ -20,6 +20,7 @@ from pagegen.target import best_cpu
 from pagegen.tuning import evaluate as module
 from pagegen.tuning.evaluate import Evaluator, TimerDied, preset
 from pagegen.tuning.measure import MeasureError, Measurement
+from pagegen.tuning.pruning import Judge
 from pagegen.tuning.workload import Point, Workload
 
 SPEC = KernelSpec(q_heads=2, kv_heads=1, head_dim=8, dtype=DType.FP32, block_size=4)
@@ -52,6 +53,28 @@ def test_a_passing_candidate_has_a_score_and_survives_json(evaluator: Evaluator)
     found = evaluator.evaluate(Phase.DECODE, OTHER)
     assert found.status is Status.PASSED and found.score and found.score > 0
     assert Evaluation.from_dict(found.to_dict()) == found
+
+
+def test_the_heaviest_batches_are_timed_first_and_a_hopeless_candidate_is_not_timed_to_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "check_variant", lambda source: CheckReport(Status.PASSED, 1))
+    points = tuple(Point.parse(f"{number}x1@8", weight=number) for number in range(1, 7))
+    asked: list[str] = []
+
+    def time(configs: dict[str, Config], anchor: str, point: Point, *_: object, **__: object) -> Measurement:
+        asked.append(point.name)
+        return Measurement(anchor, {name: (1.2 if name == "candidate" else 1.0,) * 5 for name in configs})
+
+    with Evaluator(SPEC, best_cpu(), {Phase.DECODE: Workload(Phase.DECODE, points)}) as made:
+        monkeypatch.setattr(made._timer, "time", time)
+        monkeypatch.setattr(made._timer, "start", lambda: None)
+        found = made.evaluate(Phase.DECODE, OTHER, Judge(dict.fromkeys(range(6), 1.0)))
+        assert found.status is Status.PRUNED and "20% slower" in found.reason and "2 batches left out" in found.reason
+        assert asked == ["6x1@8", "5x1@8", "4x1@8", "3x1@8"] and found.score is None
+        whole = made.evaluate(Phase.DECODE, OTHER)
+        assert whole.score == pytest.approx(1.2) and whole.noise == pytest.approx(0) and list(whole.timings) == [p.name for p in points]
+        assert made.evaluate(Phase.DECODE, SPACE.default, Judge(dict.fromkeys(range(6), 0.1))).status is Status.PASSED
 
 
 @pytest.mark.parametrize("status", [Status.INCORRECT, Status.RUN_ERROR, Status.TIMEOUT])

@@ -49,7 +49,7 @@ def run(
     """(study, what was evaluated in it, what older studies it tells of)."""
     seen: list[Config] = []
 
-    def evaluate(config: Config) -> Evaluation:
+    def evaluate(config: Config, judge: object) -> Evaluation:
         seen.append(config)
         return score(config)
 
@@ -114,7 +114,7 @@ def test_verdicts_that_depend_on_more_than_the_source_are_not_taken_over(storage
     ends = {Status.TIMEOUT: (16, 2), Status.RUN_ERROR: (32, 1), Status.PRUNED: (32, 2)}
     statuses = {SPACE.config({"tile": tile, "unroll": unroll}): status for status, (tile, unroll) in ends.items()}
 
-    def evaluate(config: Config) -> Evaluation:
+    def evaluate(config: Config, judge: object) -> Evaluation:
         status = statuses.get(config)
         return Evaluation(status, config.to_dict(), "so it ended", source=source(config)) if status else score(config)
 

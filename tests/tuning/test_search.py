@@ -1,5 +1,6 @@
 """The search evaluates each config once, counts every trial, survives kills, and never believes a broken score."""
 
+import importlib.util
 import json
 import os
 import signal
@@ -15,7 +16,10 @@ from optuna.storages import BaseStorage
 from pagegen.errors import ConfigError
 from pagegen.records import Evaluation, Status
 from pagegen.space import Config, ConfigSpace, Constraint, Knob
+from pagegen.tuning.pruning import MARGIN, MIN_BATCHES, Judge
+from pagegen.tuning.sampling import SAMPLERS, require_sampler
 from pagegen.tuning.search import Progress, search, share_trials
+from pagegen.tuning.stopping import StopRule
 from pagegen.tuning.storage import open_storage
 from pagegen.tuning.study import MAX_LOSSES, BucketStudy
 
@@ -35,16 +39,16 @@ def run(storage: BaseStorage, total: int, evaluate: Callable[[Config], Evaluatio
     """Opens the study, searches until its total, and closes it."""
     study = BucketStudy(storage, "s", space, {}, total=total)
     try:
-        search({"only": study}, {"only": evaluate})
+        search({"only": study}, {"only": lambda config, judge: evaluate(config)})
     finally:
         study.close()
     return study
 
 
-def noting(seen: list[Config]) -> Callable[[Config], Evaluation]:
+def noting(seen: list[Config]) -> Callable[..., Evaluation]:
     """`score`, which also appends what it is asked to `seen`."""
 
-    def evaluate(config: Config) -> Evaluation:
+    def evaluate(config: Config, judge: object = None) -> Evaluation:
         seen.append(config)
         return score(config)
 
@@ -164,7 +168,7 @@ def test_ties_are_broken_by_a_fixed_order(tmp_path: Path) -> None:
         folder = tmp_path / str(seed)
         folder.mkdir()
         study = BucketStudy(open_storage(None, folder), "s", space, {}, total=8, seed=seed)
-        search({"only": study}, {"only": lambda config: Evaluation(Status.PASSED, config.to_dict(), score=1.0)})
+        search({"only": study}, {"only": lambda config, judge: Evaluation(Status.PASSED, config.to_dict(), score=1.0)})
         orders.append([dict(found.config) for found in study.ranked()])
         study.close()
     assert orders[0] == orders[1] and len(orders[0]) == 8
@@ -239,6 +243,57 @@ def test_buckets_share_trials_and_take_turns(storage: BaseStorage) -> None:
     assert {state.bucket for state in states[:3]} == set(shares)
     for study in studies.values():
         study.close()
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_every_sampler_begins_with_the_default_and_tries_each_config_once(storage: BaseStorage, sampler: str) -> None:
+    if sampler == "gp":
+        pytest.importorskip("scipy")
+    study = BucketStudy(storage, "s", SPACE, {}, total=14, sampler=sampler)
+    seen: list[Config] = []
+    search({"only": study}, {"only": noting(seen)})
+    study.close()
+    assert seen[0] == SPACE.default and len(set(seen)) == len(seen) == 14
+    if sampler == "brute":
+        assert seen[1:] == [config for config in SPACE if config != SPACE.default][:13]
+
+
+def test_a_sampler_that_lacks_its_library_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="pip install scipy"):
+        require_sampler("gp")
+
+
+def test_a_candidate_is_judged_beside_the_best_so_far_and_pruned_with_its_reason(storage: BaseStorage) -> None:
+    def evaluate(config: Config, judge: Judge) -> Evaluation:
+        found = score(config)
+        for step in range(8):
+            why = judge.hear(step, found.score or 1.0, 1.0)
+            if why:
+                assert step >= MIN_BATCHES - 1
+                return Evaluation(Status.PRUNED, found.config, why)
+        return found
+
+    study = BucketStudy(storage, "s", SPACE, {}, total=30)
+    search({"only": study}, {"only": evaluate})
+    study.close()
+    pruned = [found for found in study.by_trial() if found.status is Status.PRUNED]
+    assert pruned and all("slower than the best so far" in found.reason for found in pruned)
+    best = study.ranked()[0].score
+    assert best and best <= 1.25
+    worse = [score(SPACE.config(found.config)).score or 0 for found in pruned]
+    assert min(worse) > best * (1 + MARGIN)
+
+
+def test_a_rule_ends_a_study_before_its_total_and_says_why(storage: BaseStorage) -> None:
+    def evaluate(config: Config, judge: Judge) -> Evaluation:
+        return Evaluation(Status.PASSED, config.to_dict(), score=1.0, roofline=0.5 + 0.1 * (config.to_dict()["order"] == "columns"))
+
+    study = BucketStudy(storage, "s", SPACE, {}, total=30, sampler="brute")
+    made = search({"only": study}, {"only": evaluate}, rule=StopRule(roofline_share=0.5))
+    assert made == 1 and study.stopped == "the best config reaches 50% of the roofline"
+    assert search({"only": study}, {"only": evaluate}, rule=StopRule(roofline_share=0.5)) == 0
+    study.close()
 
 
 def test_no_trial_begins_after_the_budget(storage: BaseStorage) -> None:

@@ -50,8 +50,12 @@ def test_one_within_the_margin_is_never_stopped(ratios: list[float]) -> None:
 
 
 def test_one_that_is_better_where_most_time_is_spent_is_never_stopped() -> None:
-    assert not any(heard([0.8] + [1.1] * 8, [1.0] * 9, [100.0] + [1.0] * 8))
-    assert heard([0.8] + [1.1] * 8, [1.0] * 9)[-1]
+    assert not any(heard([0.985] + [1.1] * 8, [1.0] * 9, [100.0] + [1.0] * 8))
+    assert heard([1.0] + [1.1] * 8, [1.0] * 9, [1.0] * 9)[-1]
+
+
+def test_one_that_is_better_on_any_batch_is_never_stopped_as_a_table_may_want_it_there() -> None:
+    assert not any(heard([0.9] + [1.5] * 8, [1.0] * 9))
 
 
 def test_without_an_incumbent_nothing_is_stopped() -> None:

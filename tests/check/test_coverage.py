@@ -82,7 +82,6 @@ def test_specs_of_triton(first: int, interpreter: Interpreter) -> None:
     prove_all_triton(first, CHUNK, interpreter)
 
 
-@pytest.mark.skipif(not PAGE.exists(), reason="docs/coverage.md is not there yet: scripts/coverage.py writes it, in CPU-hours")
 def test_the_page_has_every_word_and_nothing_wrong() -> None:
     """docs/coverage.md was made from these axes, by as many specs as a long run proves."""
     text = PAGE.read_text()

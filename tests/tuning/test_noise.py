@@ -30,7 +30,7 @@ def test_the_simulated_clock_is_as_noisy_as_it_says(script: ModuleType) -> None:
         call()
         ratios.append((machine.now - begin) / true)
     ratios.sort()
-    assert ratios[0] >= 0.9 and 1.05 < ratios[2000] < 1.12  # the median of |t| is 0.82
+    assert ratios[0] >= 0.9 and 0.9 * 1.05 < ratios[2000] < 1.1 * 1.12  # the median of |t| is 0.82, beside a drift of a tenth
     assert ratios[-40] > 1.5  # one in a hundred takes half as long again: heavy tails
 
 

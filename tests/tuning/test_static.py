@@ -156,7 +156,7 @@ def test_what_a_shortlist_names_is_measured_first_after_the_default(shortlist: P
     """With an evaluator that measures nothing; tests/tuning/test_job.py measures."""
     seen: list[Config] = []
 
-    def evaluate(self: Evaluator, phase: Phase, config: Config) -> Evaluation:
+    def evaluate(self: Evaluator, phase: Phase, config: Config, *_: object) -> Evaluation:
         seen.append(config)
         return Evaluation(Status.PASSED, config.to_dict(), score=1.0 + len(seen) / 10, environment=self.environment)
 

@@ -118,7 +118,7 @@ def test_the_tuner_times_what_the_simulator_saw_and_keeps_workloads_apart(
     """With an evaluator that times nothing."""
     timed = list[tuple[Phase, Point]]()
 
-    def evaluate(self: Evaluator, phase: Phase, config: Config) -> Evaluation:
+    def evaluate(self: Evaluator, phase: Phase, config: Config, *_: object) -> Evaluation:
         timed.extend((phase, point) for point in self.workloads[phase].points)
         return Evaluation(Status.PASSED, config.to_dict(), score=1.0, environment=self.environment)
 

@@ -154,7 +154,7 @@ def _triton_defaults(spec: KernelSpec, target: Target) -> dict[str, int]:
     roomy = large or target.warp_size == 64
     return {
         "tile_q": 64 if steps < 3 and (roomy or (usual and (widest <= 64 or not rdna))) else 32,
-        "tile_kv": max(16, (64 if wide and (roomy or widest <= 64) else 32) * width // 8),
+        "tile_kv": max(16, (64 if wide and (roomy or (widest <= 64 and target.arch != "sm_120")) else 32) * width // 8),
         "num_warps": 4,
         "num_stages": 1 if rdna and widest > 64 else 2,
         "max_registers": 0 if usual and roomy else uncapped,

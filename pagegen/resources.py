@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import BuildError
-from .target import Target
+from .target import Target, is_native
 
 # Instruction families: what to report, and the mnemonics that count. Matrix units first: a matrix kernel whose mix shows
 # none of its generation's runs on a slower path. `load 16 B` counts loads of 16 bytes a thread, the widest there is.
@@ -45,6 +45,7 @@ _CPU_MIX = {
     "FMA 512": r"vfn?m(add|sub)\w+\s.*%zmm",
     "FMA 256": r"vfn?m(add|sub)\w+\s(?!.*%zmm).*%ymm",
     "FMA scalar": r"vfn?m(add|sub)\w+s[sd]\s",
+    "FMA NEON": r"\bfml[as]\s",
     "dot bf16": r"vdpbf16ps",
     "convert fp16": r"vcvtph2ps",
     "prefetch": r"prefetch",
@@ -85,11 +86,12 @@ def gpu_resources(target: Target, binary: bytes, assembly: str, num_warps: int, 
     return Resources(registers, spills, shared_memory, threads, resident, mix, digest)
 
 
-def cpu_resources(library: Path) -> Resources:
-    """The instruction mix of a shared library; empty where objdump (binutils) is missing."""
-    if not shutil.which("objdump"):
+def cpu_resources(library: Path, target: Target) -> Resources:
+    """The instruction mix of a shared library; empty where the target's objdump (binutils) is missing."""
+    tool = "objdump" if is_native(target) else f"{target.machine}-linux-gnu-objdump"
+    if not shutil.which(tool):
         return Resources(None, None, None, None, None, {})
-    code = _run(["objdump", "-d", "--no-show-raw-insn", str(library)])
+    code = _run([tool, "-d", "--no-show-raw-insn", str(library)])
     return Resources(None, None, None, None, None, _count(_CPU_MIX, re.sub(r"(?m)^\s*[0-9a-f]+:\s+", "", code)))
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from pagegen.errors import BuildError
 from pagegen.resources import cpu_resources, gpu_resources, occupancy
-from pagegen.target import parse_target
+from pagegen.target import best_cpu, parse_target
 
 SM_80, SM_90, GFX942 = (parse_target(name) for name in ("cuda:sm_80", "cuda:sm_90", "hip:gfx942"))
 
@@ -74,5 +74,5 @@ def test_a_missing_tool_is_named_with_its_source(monkeypatch: pytest.MonkeyPatch
 
 def test_a_library_without_objdump_has_an_empty_mix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    found = cpu_resources(Path(sys.executable))
+    found = cpu_resources(Path(sys.executable), best_cpu())
     assert found.instructions == {} and found.registers is None

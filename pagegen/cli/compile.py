@@ -130,7 +130,7 @@ def _cpu(source: Source) -> dict[str, Resources]:
     from pagegen.resources import cpu_resources
 
     variant = source.variant
-    return {variant.template.op.value: cpu_resources(compile_library(source.text, variant.target))}
+    return {variant.template.op.value: cpu_resources(compile_library(source.text, variant.target), variant.target)}
 
 
 def _gpu(source: Source) -> dict[str, Resources]:

@@ -97,3 +97,12 @@ def test_the_whole_matrix_compiles_and_what_is_promised_does_not_spill() -> None
             limit = parse_target(row["target"]).shared_memory
             if row["spec"] in promised:
                 assert row["spills"] == 0 and row["shared_memory"] <= limit and row["occupancy"] > 0, row
+
+
+@pytest.mark.triton
+def test_what_was_read_from_a_binary_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("compile", "bf16-d64-h4x2-b16-NHD", "--target", "cuda:sm_90", "--op", "copy_blocks", "--json")
+    (first,) = run(*words).document["rows"]
+    monkeypatch.setattr("pagegen.build.triton.compile_for", None)  # not compiled, nor read, again
+    (second,) = run(*words).document["rows"]
+    assert {**first, "seconds": 0} == {**second, "seconds": 0}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import importlib.util
+import json
 import re
 import shutil
 import subprocess
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import BuildError
+from .paths import kernel_cache, write_atomic
 from .target import Target, is_native
 
 # Instruction families: what to report, and the mnemonics that count. Matrix units first: a matrix kernel whose mix shows
@@ -68,6 +70,30 @@ class Resources:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         return dataclasses.asdict(self) | {"instructions": dict(self.instructions)}
+
+
+class KeptResources:
+    """What binaries use, by name, in a file beside their source in the kernel cache.
+
+    It holds for one toolchain and for this reader of binaries; a file that is damaged counts as none.
+    """
+
+    def __init__(self, what: str, source_key: str, toolchain: Mapping[str, Any]) -> None:
+        made_with = json.dumps(toolchain, sort_keys=True) + Path(__file__).read_text()
+        self._path = kernel_cache() / source_key / f"{what}-{hashlib.sha256(made_with.encode()).hexdigest()[:12]}.json"
+
+    def read(self) -> dict[str, Resources]:
+        """What was written last; empty if nothing was."""
+        try:
+            values: dict[str, dict[str, Any]] = json.loads(self._path.read_text())
+            return {name: Resources(**used) for name, used in values.items()}
+        except (OSError, ValueError, TypeError, AttributeError):
+            return {}
+
+    def write(self, found: Mapping[str, Resources]) -> None:
+        """Publishes the file whole."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(self._path, json.dumps({name: used.to_dict() for name, used in found.items()}) + "\n")
 
 
 def gpu_resources(target: Target, binary: bytes, assembly: str, num_warps: int, shared_memory: int) -> Resources:

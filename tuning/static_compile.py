@@ -9,17 +9,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import json
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 from pagegen.build.triton import KernelCall, attend_calls, compile_call, toolchain
 from pagegen.catalog import variant
 from pagegen.errors import BuildError, RenderError
-from pagegen.paths import kernel_cache, write_atomic
 from pagegen.render import render
-from pagegen.resources import Resources, gpu_resources
+from pagegen.resources import KeptResources, Resources, gpu_resources
 from pagegen.space import Config
 from pagegen.spec import KernelSpec, Op
 from pagegen.target import Target, parse_target
@@ -58,22 +54,13 @@ def compile_candidate(job: Job) -> Launches | str:
 
 def _resources_of(calls: Sequence[KernelCall], target: Target, key: str) -> dict[str, Resources]:
     """What the binaries of some calls use, by program: from the cache, or compiled."""
-    made_with = hashlib.sha256(json.dumps(toolchain(), sort_keys=True).encode()).hexdigest()[:12]
-    kept = kernel_cache() / key / f"resources-{made_with}.json"
-    found = _read(kept)
+    kept = KeptResources("launched", key, toolchain())
+    found = kept.read()
     missing = {_program(call): call for call in calls if _program(call) not in found}
     if missing:
         found |= {program: _compiled(_name(call), call, target) for program, call in missing.items()}
-        write_atomic(kept, json.dumps({program: used.to_dict() for program, used in found.items()}) + "\n")
+        kept.write(found)
     return found
-
-
-def _read(kept: Path) -> dict[str, Resources]:
-    try:
-        values: dict[str, dict[str, Any]] = json.loads(kept.read_text())
-        return {program: Resources(**used) for program, used in values.items()}
-    except (OSError, ValueError, TypeError):  # not there, or of another version
-        return {}
 
 
 def _compiled(name: str, call: KernelCall, target: Target) -> Resources:

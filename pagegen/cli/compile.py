@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import hashlib
 import itertools
 import multiprocessing
 import time
 from collections.abc import Iterable, Sequence
-from json import dumps as json_text
-from json import loads
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -138,21 +134,16 @@ def _cpu(source: Source) -> dict[str, Resources]:
 
 
 def _gpu(source: Source) -> dict[str, Resources]:
-    """From the cache, where the same toolchain and the same reader of binaries have been here before."""
-    from pagegen import resources
     from pagegen.build.triton import compile_for, toolchain
-    from pagegen.paths import kernel_cache, write_atomic
+    from pagegen.resources import KeptResources, gpu_resources
 
-    readers = json_text([toolchain(), Path(resources.__file__).read_text()])
-    kept = kernel_cache() / source.key / f"compiled-{hashlib.sha256(readers.encode()).hexdigest()[:12]}.json"
-    with contextlib.suppress(OSError, ValueError, TypeError):  # not there, or not whole
-        return {name: resources.Resources(**used) for name, used in loads(kept.read_text()).items()}
-    found = {
-        made.name: resources.gpu_resources(made.target, made.binary, made.assembly, made.num_warps, made.shared_memory)
-        for made in compile_for(source)
-    }
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(kept, json_text({name: used.to_dict() for name, used in found.items()}) + "\n")
+    kept = KeptResources("compiled", source.key, toolchain())
+    if not (found := kept.read()):
+        found = {
+            made.name: gpu_resources(made.target, made.binary, made.assembly, made.num_warps, made.shared_memory)
+            for made in compile_for(source)
+        }
+        kept.write(found)
     return found
 
 

@@ -56,7 +56,7 @@ def test_candidates_for_an_absent_gpu_are_compiled_recorded_and_listed(tmp_path:
     assert shortlist.configs_for(SPEC, SM_90)[Phase.DECODE][0].to_dict() == found[0].config
     assert shortlist.described(found[0].environment["toolchain"])["toolchain"] == {}
     assert "not measured" in Path(document["report"]).read_text()
-    kept = list((tmp_path / "cache/kernels").glob("*/resources-*.json"))
+    kept = list((tmp_path / "cache/kernels").glob("*/launched-*.json"))
     assert len(kept) == 2  # by source
 
 

@@ -230,11 +230,12 @@ def install_package(path: Path) -> Path:
 
 def find_package(spec: KernelSpec, target: Target) -> Path | None:
     """The newest package of the user's cache that was made for `spec` and `target` on this machine; a layout of `auto`
-    takes any. What cannot be read is passed over with a warning."""
+    takes any. What cannot be read is passed over with a warning, and so are those of other hardware if none fits."""
     if not is_present(target):
         return None
-    hardware = hardware_fingerprint(target)
+    here = Fingerprint(hardware_fingerprint(target), {})
     fitting: list[tuple[str, Path]] = []
+    foreign: list[str] = []
     for path in package_cache().iterdir():
         if path.name.startswith(".") or not path.is_dir():  # being written; a lock
             continue
@@ -245,9 +246,15 @@ def find_package(spec: KernelSpec, target: Target) -> Path | None:
             warnings.warn(f"passed over in the package cache: {error}", stacklevel=2)
             continue
         same = found.replace(layout=None) == spec if spec.layout is None else found == spec
-        if same and manifest["target"] == target.name and manifest["fingerprint"]["hardware"] == hardware:
-            fitting.append((manifest["created"], path))
+        if same and manifest["target"] == target.name:
+            apart = Fingerprint(manifest["fingerprint"]["hardware"], {}).differences(here)[0]
+            if apart:
+                foreign.append(f"{path.name} was tuned on other hardware (there, here: {'; '.join(apart)})")
+            else:
+                fitting.append((manifest["created"], path))
     if not fitting:
+        for line in foreign:
+            warnings.warn(f"passed over in the package cache: {line}", stacklevel=2)
         return None
     path = max(fitting)[1]
     with contextlib.suppress(FileNotFoundError):  # removed just now; who loads it will say so

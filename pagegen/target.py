@@ -192,13 +192,28 @@ def detect() -> Hardware:
     cpus = [t for t in TARGETS if t.kind == "cpu" and is_native(t) and t.needs <= flags]
     isa = tuple(t.arch for t in cpus if not t.matrix or _grants_tiles())
     return Hardware(
-        device=_first(r"^model name\s*:\s*(.*)$", info) or platform.machine(),
+        device=_device(info),
         isa=isa if platform.system() == "Linux" else (),
         cores=os.cpu_count() or 1,
         affinity=_affinity(),
         quota=cpu_quota(),
         caches=_caches(Path("/sys/devices/system/cpu/cpu0/cache")),
     )
+
+
+def _device(info: str, identity: Path = Path("/etc/machine-id")) -> str:
+    """The processor's name, as /proc/cpuinfo has it for x86-64 or in parts for AArch64.
+
+    One without a name gets that of its machine: two that are both unknown are not the same.
+    """
+    name = _first(r"^model name\s*:\s*(.*)$", info)
+    if name and name.lower() != "unknown":
+        return name
+    parts = [_first(rf"^CPU {part}\s*:\s*(.*)$", info) for part in ("implementer", "variant", "part", "revision")]
+    if all(parts):
+        return f"{platform.machine()} {' '.join(parts)}"
+    machine = hashlib.sha256((_read(identity) or platform.node()).encode()).hexdigest()[:8]
+    return f"{platform.machine()} of machine {machine}"
 
 
 def _grants_tiles() -> bool:

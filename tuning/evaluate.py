@@ -90,6 +90,13 @@ class _Request:
     warm: bool
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Failed:
+    """The timing process's last words: what a call of a candidate raised."""
+
+    reason: str
+
+
 class Timer:
     """A process that loads kernels and times them side by side. Started when it is needed, and again when it died.
 
@@ -120,6 +127,9 @@ class Timer:
         answer = self._receive(connection, seconds + POINT_TIMEOUT)
         if isinstance(answer, PagegenError):
             raise answer
+        if isinstance(answer, _Failed):
+            self.close()
+            raise TimerDied(Status.RUN_ERROR, answer.reason)
         assert isinstance(answer, Measurement)
         return answer
 
@@ -188,6 +198,9 @@ def serve(handle: int) -> None:
                 connection.send(_answer(request, pool, target, kernels))
             except PagegenError as error:
                 connection.send(type(error)(str(error)))
+            except Exception as error:  # noqa: BLE001 - a device may be of no use after it: the next candidate gets a process of its own
+                connection.send(_Failed(f"{type(error).__name__}: {error}"))
+                return
 
 
 def _answer(request: _Request, pool: Pool, target: Target, kernels: dict[Config, Attend]) -> Measurement:

@@ -8,6 +8,7 @@ its lock. Vendored into every kernel package, which rebuilds a missing binary wi
 from __future__ import annotations
 
 import dataclasses
+import errno
 import functools
 import hashlib
 import json
@@ -103,7 +104,7 @@ def emulator(target: Target) -> tuple[str, ...]:
 
 @functools.cache
 def compiler_version(path: str) -> str:
-    """First line of `--version`: the name and version that a key holds, never the path."""
+    """First line of `--version`: the name and version that fingerprints hold, never the path."""
     try:
         result = _run([path, "--version"], timeout=60)
         result.check_returncode()
@@ -182,7 +183,8 @@ def _last_use(folder: Path) -> float:
 
 
 def _key(product: _Product, text: str, target: Target) -> str:
-    parts = (text, *product.flags, *target.flags, compiler_version(compiler(target)), str(ABI_VERSION))
+    path = compiler(target)  # a wrapper that adds a flag says the version of what it wraps
+    parts = (text, *product.flags, *target.flags, os.path.realpath(path), compiler_version(path), str(ABI_VERSION))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
 
@@ -225,7 +227,7 @@ def _build(product: _Product, text: str, target: Target, folder: Path) -> None:
 def run_compiler(arguments: list[str], folder: Path, target: Target | None = None) -> None:
     """Runs the compiler (for `target`) in `folder`; `arguments` name the output with -o.
 
-    Raises BuildError: one line, the log attached.
+    Raises BuildError: one line, the log attached; ConfigError where the disk is full.
     """
     path = compiler(target)
     try:
@@ -234,6 +236,8 @@ def run_compiler(arguments: list[str], folder: Path, target: Target | None = Non
         raise BuildError(f"the C++ compiler took over {COMPILE_TIMEOUT} s; choose smaller tiles") from None
     except OSError as error:
         raise BuildError(f"the C++ compiler {path} does not run ({error}); set PAGEGEN_CXX to one that does") from None
+    if result.returncode and (full := os.strerror(errno.ENOSPC)) in result.stderr:
+        raise ConfigError(f"{folder} cannot be written ({full}); make room, or set PAGEGEN_CACHE to another folder")
     if result.returncode:
         ended = f"signal {-result.returncode}" if result.returncode < 0 else f"exit status {result.returncode}"
         first = next((line for line in result.stderr.splitlines() if "error" in line), result.stderr.strip()[:200])

@@ -38,7 +38,7 @@ if [ "$1" = --version ]; then echo "stub 1.0"; exit 0; fi
 while [ "$1" != -o ]; do shift; done
 echo x >> "$STUB_LOG"
 head -c 2000 /dev/urandom > "$2"
-sleep "${STUB_SECONDS:-0.05}"
+sleep "${STUB_SECONDS:-0.0$(od -An -N1 -tu1 /dev/urandom | tr -d ' ')}"  # 0 to 0.1
 head -c 2000 /dev/urandom >> "$2"
 """
 

@@ -11,6 +11,7 @@ import shutil
 import sys
 import threading
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -407,6 +408,41 @@ def test_a_damaged_package_is_not_installed(package: Path) -> None:
     (package / "README.md").write_text("other")
     with pytest.raises(PackageError, match=r"README\.md"):
         install_package(package)
+
+
+def _without_metadata(manifest: dict[str, Any]) -> None:
+    del manifest["fingerprint"]
+
+
+STRANGERS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
+    "another device": (lambda m: m["fingerprint"]["hardware"].update(device="B"), "other hardware .*device: 'B'"),
+    "an alias of the device": (
+        lambda m: m["fingerprint"]["hardware"].update(device=m["fingerprint"]["hardware"]["device"] + " Processor"),
+        "other hardware .*device: ",
+    ),
+    "a field that is not known": (lambda m: m["fingerprint"]["hardware"].update(boost=True), "other hardware .*boost: True"),
+    "no metadata": (_without_metadata, "fingerprint"),
+    "an older schema": (lambda m: m.update(format=0), "format 0"),
+    "another layout": (lambda m: m["spec"].update(layout="HND"), ""),
+    "another target": (lambda m: m.update(target="cpu:scalar"), ""),
+}
+
+
+@pytest.mark.usefixtures("empty_cache")
+@pytest.mark.parametrize("kind", STRANGERS)
+def test_f08_only_what_was_tuned_for_exactly_this_is_found_and_nothing_else_is_touched(package: Path, kind: str) -> None:
+    edit, said = STRANGERS[kind]
+    installed = install_package(package)
+    stranger = installed.rename(installed.with_name("stranger"))
+    edit_manifest(stranger, edit)
+    before = tree(stranger)
+    with pytest.warns(UserWarning, match=f"passed over in the package cache: .*{said}") if said else contextlib.nullcontext():
+        assert find_package(SPEC, HERE) is None
+    mine = install_package(package)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert find_package(SPEC, HERE) == mine
+    assert tree(stranger) == before
 
 
 # --- verify and show -------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pagegen.errors import ConfigError
@@ -23,6 +23,13 @@ if TYPE_CHECKING:
 HARMLESS = frozenset({"knobs", "space", "templates"})  # fields that the source of each trial answers for
 HOLDING = frozenset({Status.PASSED, Status.INCORRECT, Status.BUILD_ERROR})  # what depends on nothing but source and identity
 ABSENT = "absent"
+WORDS = {  # what a field that is a hash or a count is of
+    "anchor": "rendered source of the default config",
+    "templates": "template files",
+    "space": "config space",
+    "workload": "batches",
+    "threads": "affinity, cut by the CPU quota",
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,11 +44,25 @@ class Ancestor:
         """Plain JSON values."""
         return dataclasses.asdict(self)
 
-    @property
-    def line(self) -> str:
-        """One line for people."""
-        taken = f"{self.reused} of its trials hold here" if self.reused else "its trials do not count here"
-        return f"study {self.study} was made under another key ({'; '.join(self.differences)}): {taken}"
+
+def explained(ancestors: Mapping[str, Sequence[Ancestor]]) -> list[str]:
+    """Lines for people: why this is a new study, one a field that differs from the nearest older one, and what holds.
+
+    `ancestors` are those of each bucket; empty where there is no older study.
+    """
+    nearest = [older[0] for older in ancestors.values() if older]
+    if not nearest:
+        return []
+    reused = sum(ancestor.reused for ancestor in nearest)
+    taken = f"{reused} of its trials render to the same source, and count" if reused else "its trials do not count here"
+    name = nearest[0].study.rpartition("/")[2]
+    fields = dict.fromkeys(line for ancestor in nearest for line in ancestor.differences)
+    return [f"this is a new study: its key is not that of the one before ({name}), and {taken}", *map(_in_words, fields)]
+
+
+def _in_words(difference: str) -> str:
+    name, _, values = difference.partition(":")
+    return f"  {name} ({WORDS[name]}):{values}" if name in WORDS else f"  {difference}"
 
 
 def source_hash(source: Source) -> str:

@@ -22,7 +22,7 @@ from pagegen.tuning.contest import Conditions, Row
 from pagegen.tuning.crew import crew
 from pagegen.tuning.decide import DEFAULT, Decision, Winner, choose_finalists, decide, propose
 from pagegen.tuning.evaluate import Evaluator
-from pagegen.tuning.inherit import inherit
+from pagegen.tuning.inherit import explained, inherit
 from pagegen.tuning.joining import Job, studies, tally, tell_waiting
 from pagegen.tuning.measure import Measurement
 from pagegen.tuning.record import FORMAT, Record, Rounds, to_keep, write_record, write_trials
@@ -85,8 +85,9 @@ def tune(
     configs evaluated over all of them and over all runs of the study: an interrupted run is continued. No trial begins
     after `budget` seconds; see `StopRule` for `roofline_share` and `patience`. With `warm_start`, winners among the records
     in `out` are tried first. `workers` processes of this machine evaluate side by side, and others may `join` the study over
-    `storage`; one times at a time. `say` is told, in a line, what is waited for. Results go to `out`/<target>/<spec>,
-    `out` being `results` by default, and of a workload to a folder of its name in there. What `shortlist`, a file as `tune_static` writes it, has for a phase is tried first, after
+    `storage`; one times at a time. `say` is told, line by line, why a study is a new one, and what is waited for. Results go
+    to `out`/<target>/<spec>, `out` being `results` by default, and of a workload to a folder of its name in there. What
+    `shortlist`, a file as `tune_static` writes it, has for a phase is tried first, after
     the default. Raises ConfigError, SpecError, BuildError or CheckError for what stands in the way.
     """
     if isinstance(spec, str):
@@ -113,6 +114,9 @@ def tune(
     with Evaluator(spec, where, workloads, roofline) as evaluator:
         with in_reach(url), studies(backend, evaluator, job) as found:
             ancestors = {bucket: inherit(each, evaluator.source_of) for bucket, each in found.items()}
+            if say:
+                for line in explained(ancestors):
+                    say(line)
             for each in phases:
                 found[each].enqueue(first.get(each, []))
             suggested = _suggest(found, evaluator, Path(out or "results")) if warm_start else []

@@ -242,12 +242,7 @@ def show_decision(document: Mapping[str, Any], rows: Sequence[Row]) -> None:
 
 def show(result: TuneResult) -> None:
     """The outcome for people."""
-    from pagegen.tuning.inherit import Ancestor
-
     show_decision(result.document, result.rows)
-    for ancestors in result.document["ancestors"].values():
-        for ancestor in ancestors[:1]:  # the nearest
-            note(Ancestor(**ancestor).line)
     workload = result.document["workload"]
     note(f"workload: {workload['name']}, {workload['timed']} of its {workload['points']} batches")
     trials, counts = result.document["trials"], result.document["counts"]

@@ -10,14 +10,21 @@ from typing import Any
 import pytest
 from optuna.storages import BaseStorage
 
+from pagegen import target
+from pagegen.build import cpp
 from pagegen.catalog import template_for, variant
 from pagegen.records import Evaluation, Status
 from pagegen.render import Source, render
 from pagegen.space import Config, ConfigSpace, Knob
-from pagegen.spec import Op, parse_slug
+from pagegen.spec import Op, Phase, parse_slug
 from pagegen.target import parse_target
-from pagegen.tuning.inherit import differences, inherit, source_hash
+from pagegen.tuning import evaluate as evaluate_module
+from pagegen.tuning import job, joining
+from pagegen.tuning.evaluate import Evaluator
+from pagegen.tuning.inherit import differences, explained, inherit, source_hash
+from pagegen.tuning.measure import Measurement
 from pagegen.tuning.search import search
+from pagegen.tuning.shortlist import source_digest
 from pagegen.tuning.storage import open_storage
 from pagegen.tuning.study import BucketStudy
 
@@ -54,7 +61,7 @@ def run(
         return score(config)
 
     study = BucketStudy(storage, "s/decode", space, key, total=total)
-    told = [ancestor.line for ancestor in inherit(study, source_of)]
+    told = explained({"decode": inherit(study, source_of)})
     search({"only": study}, {"only": evaluate})
     study.close()
     return study, seen, told
@@ -62,10 +69,11 @@ def run(
 
 def test_a_value_more_costs_only_the_configs_that_have_it(storage: BaseStorage) -> None:
     run(storage, SPACE, KEY)
-    study, seen, (told,) = run(storage, MORE, KEY, total=2)
+    study, seen, told = run(storage, MORE, KEY, total=2)
     assert {config.to_dict()["tile"] for config in seen} == {64} and len(seen) == 2  # the total counts what is new
     assert len(study.evaluations) == 6 and study.ranked()[0].config["tile"] == 64
-    assert "4 of its trials hold here" in told
+    assert told[0].endswith("and 4 of its trials render to the same source, and count")
+    assert len(told) == 2 and told[1].startswith("  space (config space): was ")
     again, seen, told_again = run(storage, MORE, KEY, total=2)
     assert not seen and not told_again and again.resumed == 6
 
@@ -91,17 +99,17 @@ def test_a_config_whose_source_changed_is_evaluated_again(storage: BaseStorage) 
     [
         ({"toolchain": {"compiler": "g++ 13"}}, "toolchain.compiler: was g++ 12, is g++ 13"),
         ({"hardware": {"quota": None, "caches": {"L3": 32}}}, "hardware.quota: was 2.0, is None"),
-        ({"threads": 4}, "threads: was 2, is 4"),
-        ({"anchor": "x"}, "anchor: was absent, is x"),
+        ({"threads": 4}, "threads (affinity, cut by the CPU quota): was 2, is 4"),
+        ({"anchor": "x"}, "anchor (rendered source of the default config): was absent, is x"),
     ],
 )
 def test_under_another_toolchain_or_machine_nothing_holds_and_the_field_is_named(
     storage: BaseStorage, change: dict[str, Any], said: str
 ) -> None:
     run(storage, SPACE, KEY)
-    study, seen, (told,) = run(storage, SPACE, {**KEY, **change})
+    study, seen, told = run(storage, SPACE, {**KEY, **change})
     assert len(seen) == 4 and not study.num_inherited
-    assert said in told and "its trials do not count here" in told
+    assert told[0].endswith("its trials do not count here") and told[1:] == [f"  {said}"]
 
 
 def test_nested_fields_are_compared_one_by_one() -> None:
@@ -133,3 +141,49 @@ def test_a_new_knob_does_not_change_the_hash_of_a_source_that_it_does_not_change
     space = template_for(Op.ATTEND, made_of.spec, made_of.target).space(made_of.spec, made_of.target)
     others = [render(dataclasses.replace(made_of, config=config)) for config in list(space)[:40]]
     assert len({source_hash(other) for other in others}) == len({other.text.replace(other.variant.config.slug, "") for other in others}) > 1
+
+
+# --- what a user sees -------------------------------------------------------------------------------------------------
+
+
+def test_who_tunes_again_after_a_change_reads_a_line_for_each_field_before_anything_is_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another compiler, fewer cores and a larger quota, an edited template: three runs after the first, and one more."""
+    said: list[str] = []
+
+    def evaluate(self: Evaluator, phase: Phase, config: Config, *_: object) -> Evaluation:
+        said.append("timed")
+        return Evaluation(Status.PASSED, config.to_dict(), score=1.0, source=self.source_of(config))
+
+    def compare(self: Evaluator, configs: dict[str, Config], anchor: str, phase: Phase, *_: object, **__: object) -> object:
+        return {point: Measurement(anchor, dict.fromkeys(configs, (1.0,) * 5)) for point in self.workloads[phase].points}
+
+    monkeypatch.setattr(Evaluator, "evaluate", evaluate)
+    monkeypatch.setattr(Evaluator, "compare", compare)
+    monkeypatch.setattr(job, "install_package", lambda path: path)
+
+    def again() -> list[str]:
+        """What is said before the first trial."""
+        said.clear()
+        job.tune("fp32-d8-h2x1-b4-NHD", trials=3, target="cpu:scalar", out=tmp_path, say=said.append)
+        return said[: said.index("timed")] if "timed" in said else said
+
+    before = cpp.compiler_version(cpp.compiler())
+    assert again() == [] and said.count("timed") == 3
+    monkeypatch.setattr(cpp, "compiler_version", lambda path: "g++ 99")
+    first, *fields = again()
+    assert first.startswith("this is a new study") and first.endswith("its trials do not count here")
+    assert fields == [f"  toolchain.compiler: was {before}, is g++ 99"]
+    here = target.detect()
+    for module in (target, evaluate_module):
+        monkeypatch.setattr(module, "detect", lambda: dataclasses.replace(here, affinity=64, quota=64.0))
+    quota = f"  hardware.quota: was {here.quota}, is 64.0"
+    threads = f"  threads (affinity, cut by the CPU quota): was {here.threads}, is 64"
+    assert again()[1:] == [f"  hardware.affinity: was {here.affinity}, is 64", quota, threads]
+    digest = source_digest(template_for(Op.ATTEND, parse_slug("fp32-d8-h2x1-b4-NHD")[0], parse_target("cpu:scalar")))
+    monkeypatch.setattr(joining, "source_digest", lambda template: "edited")
+    first, *fields = again()
+    assert fields == [f"  templates (template files): was {digest}, is edited"]
+    assert first.endswith("3 of its trials render to the same source, and count")
+    assert again() == []  # the same key: that study is gone on with

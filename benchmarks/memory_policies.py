@@ -24,10 +24,10 @@ from typing import Any
 from pagegen import __version__
 from pagegen.loader import fingerprint
 from pagegen.paths import write_atomic
+from pagegen.plotting import save
 from pagegen.runtime.engine import Engine, EngineConfig
 from pagegen.runtime.launcher import launch
 from pagegen.runtime.sampling_params import SamplingParams
-from pagegen.runtime.simulation.plot import save
 from pagegen.runtime.simulation.setup import NUM_SLOTS
 from pagegen.runtime.simulation.traces import TraceRow, synthesize
 from pagegen.spec import DType

@@ -18,7 +18,7 @@ PACKAGE = ROOT / "pagegen"
 # Lowest first; a module may import from its own rank and from lower ones. kernel (the calling convention and its checks)
 # stands below reference, which is written against it; nothing of it knows a template.
 RANKS: tuple[tuple[str, ...], ...] = (
-    ("errors", "paths", "memory"),
+    ("errors", "paths", "memory", "plotting"),
     ("expression",),
     ("spec", "target"),
     ("space", "records", "kernel"),
@@ -41,7 +41,7 @@ ALLOWED_PLACES = {
         f"tuning/{name}.py" for name in ("importance", "joining", "lease", "sampling", "storage", "study")
     },
     "triton": {"build/triton.py"},
-    "matplotlib": {"runtime/simulation/plot.py"},
+    "matplotlib": {"runtime/simulation/plot.py", "tuning/plots.py"},
 }
 
 

@@ -32,8 +32,9 @@ def write_html(folder: Path) -> Path:
         }
         for phase, trials in record.trials.items()
     }
+    facts = {**document["environment"], "conditions": document.get("conditions") or {}}
     text = environment().overlay(autoescape=True).get_template("report/report.html.jinja").render(
-        document=document, phases=phases, roofline=_roofline(record, document), facts=_facts(document["environment"])
+        document=document, phases=phases, roofline=_roofline(record, document), facts=_facts(facts)
     )
     write_atomic(folder / NAME, text)
     return folder / NAME

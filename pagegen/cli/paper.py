@@ -38,8 +38,9 @@ def command(
     and with each constant 25 % up or down.
     """
     from pagegen.errors import ConfigError
+    from pagegen.plotting import require_matplotlib
     from pagegen.runtime.simulation.figures import FIGURES, find_figure
-    from pagegen.runtime.simulation.plot import draw_rows, require_matplotlib
+    from pagegen.runtime.simulation.plot import draw_rows
 
     found = dict(FIGURES) if figure == "all" else {figure: find_figure(figure)}
     if not MIN_SCALE <= scale <= MAX_SCALE:

@@ -14,16 +14,27 @@ EXAMPLE = "pagegen report results/cpu-avx512/bf16-d64-h9x3-b16-NHD"
 
 def command(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="What `pagegen tune` wrote: results/<target>/<spec>.")],
+    png: Annotated[
+        bool, typer.Option("--png", help="Also draw DIR/roofline.png and DIR/history.png; needs matplotlib.")
+    ] = False,
     json: JsonOption = False,
 ) -> None:
     """Write DIR/report.html: winners, roofline, history, what mattered, slices, the machine; it needs no other file.
 
-    Nothing is measured, and the device need not be here.
+    Nothing is measured, and the device need not be here. There is no roofline where the machine's limits were not measured.
     """
     from pagegen.tuning.html import write_html
 
-    page = write_html(folder)
+    if png:
+        from pagegen.plotting import require_matplotlib
+
+        require_matplotlib()
+    page, plots = write_html(folder), list[Path]()
+    if png:
+        from pagegen.tuning.plots import write_plots
+
+        plots = write_plots(folder)
     if json:
-        print_json({"report": str(page)})
+        print_json({"report": str(page), "plots": list(map(str, plots))})
     else:
-        typer.echo(f"report: {page}")
+        typer.echo("\n".join([f"report: {page}", *(f"plot:   {path}" for path in plots)]))

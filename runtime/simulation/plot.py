@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
-from pagegen.errors import ConfigError
+from pagegen.plotting import save
 from pagegen.runtime.simulation.experiment import Row
 
 WIDE = 20.0  # from this ratio of the largest to the smallest value on, the axis is logarithmic
@@ -17,12 +16,6 @@ _LABELS = {
     (True, False): "ours, not in the paper's order",
     (False, False): "ours, the bar is missed",
 }
-
-
-def require_matplotlib() -> None:
-    """Raises ConfigError if there is none: it is not among what pagegen needs."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("plots need matplotlib, which is not installed; pip install 'pagegen[plots]'")
 
 
 def draw_rows(path: Path, title: str, rows: Sequence[Row]) -> None:
@@ -56,12 +49,3 @@ def draw_rows(path: Path, title: str, rows: Sequence[Row]) -> None:
     legend = dict(zip(labels, handles, strict=True))
     figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=3, frameon=False)
     save(figure, path)
-
-
-def save(figure: object, path: Path) -> None:
-    """Writes a matplotlib figure; the folder is made. Raises ConfigError."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path)  # type: ignore[attr-defined]
-    except OSError as error:
-        raise ConfigError(f"plot {path} cannot be written: {error.strerror or error}") from None

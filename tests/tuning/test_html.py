@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import shutil
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from pagegen import plotting
 from pagegen.records import Evaluation, Status
+from pagegen.tuning import plots
 from pagegen.tuning.html import write_html
 from pagegen.tuning.importance import importances
 from pagegen.tuning.machine import NO_DISTURBANCE
@@ -90,3 +94,39 @@ def test_the_command_writes_the_page_or_says_in_one_line_why_not(folder: Path, t
     assert "report.html" in run("report", str(folder)).stdout
     refused = run("report", str(tmp_path))
     assert refused.status == 2 and "holds no record" in refused.stderr and refused.stderr.count("\n") == 1
+
+
+def test_the_plots_show_every_contender_on_every_batch_and_every_trial(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    drawn: dict[str, Any] = {}
+
+    def noted(figure: Any, path: Path) -> None:
+        drawn[path.name] = figure.axes
+        plotting.save(figure, path)
+
+    monkeypatch.setattr(plots, "save", noted)
+    result = run("report", str(folder), "--png", "--json")
+    assert result.document["plots"] == [str(folder / "roofline.png"), str(folder / "history.png")], result.stderr
+    assert all(Path(path).read_bytes().startswith(b"\x89PNG") for path in result.document["plots"])
+    document = json.loads((folder / "tune.json").read_text())
+    (roofline,) = drawn["roofline.png"]
+    lines = {line.get_label(): line for line in roofline.get_lines()}
+    for name in {row["name"] for row in document["rows"]}:
+        reached = [row["gflops"] for row in document["rows"] if row["name"] == name]
+        assert list(lines[name.replace("_", " ")].get_ydata()) == reached
+    assert "memory: 20 GB/s" in lines and "fp32 FMA: 20 GFLOP/s" in lines
+    trials = [json.loads(line) for line in (folder / "trials.jsonl").read_text().splitlines()]
+    for axes, study in zip(drawn["history.png"], document["studies"].values(), strict=True):
+        scores = [trial["score"] for trial in trials if trial["study"] == study and trial["score"] is not None]
+        shown = {line.get_label(): list(line.get_ydata()) for line in axes.get_lines()}
+        assert shown["trial"] == scores and shown["best so far"][-1] == min(scores) and len(shown["build_error"]) == 1
+
+
+def test_without_limits_there_is_no_roofline_and_without_matplotlib_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    document = json.loads((folder / "tune.json").read_text())
+    (folder / "tune.json").write_text(json.dumps({**document, "roofline": None}))
+    assert run("report", str(folder), "--png", "--json").document["plots"] == [str(folder / "history.png")]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    refused = run("report", str(folder), "--png")
+    assert refused.status == 2 and "pip install 'pagegen[plots]'" in refused.stderr and refused.stderr.count("\n") == 1

@@ -1,17 +1,24 @@
 """The storage survives kills: locks die with their holders, half-written lines are cut, damage is named."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
+from wsgiref.util import setup_testing_defaults
 
 import optuna
 import pytest
 
 from pagegen.errors import ConfigError
+from pagegen.tuning.search import search
 from pagegen.tuning.storage import KernelLock, open_storage
+from pagegen.tuning.study import BucketStudy
+
+from .fake_tune import SPACE, score
 
 HOLD = """
 import sys, time
@@ -89,3 +96,28 @@ def test_sqlite_is_a_storage_too(tmp_path: Path) -> None:
     study = optuna.create_study(storage=storage)
     study.add_trial(optuna.trial.create_trial(value=1.0))
     assert study.best_value == 1.0 and [path.name for path in tmp_path.iterdir()] == ["trials.db"]
+
+
+@pytest.mark.parametrize("kind", ["journal", "sqlite"])
+def test_optuna_dashboard_shows_what_a_storage_holds(tmp_path: Path, kind: str) -> None:
+    """The very server of `optuna-dashboard STORAGE`, asked as a browser asks it."""
+    dashboard = pytest.importorskip("optuna_dashboard")
+    storage = open_storage(f"sqlite:///{tmp_path}/trials.db" if kind == "sqlite" else None, tmp_path)
+    study = BucketStudy(storage, "s/decode", SPACE, {}, total=4)
+    search({"only": study}, {"only": score})
+    study.close()
+    answers: list[str] = []
+    application = dashboard.wsgi(storage)
+
+    def get(path: str) -> Any:
+        asked: dict[str, Any] = {"PATH_INFO": path}
+        setup_testing_defaults(asked)
+        body = b"".join(application(asked, lambda status, headers, error=None: answers.append(status)))
+        return json.loads(body)
+
+    (summary,) = get("/api/studies")["study_summaries"]
+    assert summary["study_name"] == study.name
+    shown = get(f"/api/studies/{summary['study_id']}")["trials"]
+    assert answers == ["200 OK"] * 2
+    values = [trial["values"] for trial in shown if trial["state"] == "Complete"]
+    assert values == [[found.score] for _, found in study.evaluations if found.score is not None]

@@ -1,0 +1,87 @@
+"""The record of a tuning run as PNGs, for pages that show no SVG: the roofline and the history. Needs matplotlib."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pagegen.plotting import save
+from pagegen.records import Evaluation, Status
+from pagegen.tuning.record import Record, read_record
+from pagegen.tuning.roofline import Roofline
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+ROOFLINE, HISTORY = "roofline.png", "history.png"
+MARKERS = "osD^vP"
+
+
+def write_plots(folder: Path) -> list[Path]:
+    """Writes `folder`/history.png, and roofline.png where the machine's limits were measured. Raises ConfigError."""
+    from matplotlib.figure import Figure
+
+    record, document = read_record(folder)
+    figure = Figure(figsize=(8, 1 + 2.2 * len(record.trials)), dpi=120, layout="constrained")
+    for axes, (phase, trials) in zip(figure.subplots(len(record.trials), squeeze=False)[:, 0], record.trials.items(), strict=True):
+        _history(axes, phase.value, trials)
+    save(figure, folder / HISTORY)
+    written = [folder / HISTORY]
+    if record.roofline:
+        figure = Figure(figsize=(8, 5), dpi=120, layout="constrained")
+        _roofline(figure.subplots(), record, record.roofline, document)
+        save(figure, folder / ROOFLINE)
+        written.insert(0, folder / ROOFLINE)
+    return written
+
+
+def _history(axes: Axes, phase: str, trials: Sequence[tuple[int, Evaluation]]) -> None:
+    """Scores in the order of the trials, the best so far, and at the top whatever has no score."""
+    from matplotlib.ticker import MaxNLocator
+
+    passed = [(number, found.score) for number, found in trials if found.score is not None]
+    best, line = math.inf, list[float]()
+    for _, score in passed:
+        best = min(best, score)
+        line.append(best)
+    axes.plot([number for number, _ in passed], [score for _, score in passed], "o", color="#1f77b4", alpha=0.6, label="trial")
+    axes.step([number for number, _ in passed], line, where="post", color="#d62728", label="best so far")
+    axes.axhline(1.0, color="#888", linewidth=0.8, label="default")
+    for place, status in enumerate(status for status in Status if status is not Status.PASSED):
+        numbers = [number for number, found in trials if found.status is status]
+        if numbers:
+            top = [0.97] * len(numbers)
+            axes.plot(numbers, top, "|", color=f"C{place + 2}", transform=axes.get_xaxis_transform(), label=status.value.lower())
+    axes.set_ylabel("time over the default's")
+    axes.set_title(f"{phase}: {len(trials)} trials", fontsize="medium")
+    axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
+    axes.set_xlabel("trial")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def _roofline(axes: Axes, record: Record, limits: Roofline, document: dict[str, Any]) -> None:
+    """The machine's limits, and each contender on each batch: bytes and operations that the mathematics needs."""
+    threads = int(document["environment"]["threads"])
+    peaks = {"fp32 FMA": limits.fp32, "bf16 AMX": limits.bf16}
+    tops = {name: found[threads].median for name, found in peaks.items() if found}
+    bands = {level: found[threads].median for level, found in limits.bandwidth.items()}
+    dots: dict[str, list[tuple[float, float]]] = {}
+    for row in document["rows"]:
+        dots.setdefault(row["name"], []).append((row["gflops"] / row["gbs"], row["gflops"]))
+    reached = [x for series in dots.values() for x, _ in series]
+    low = min([0.5, *reached]) / 1.3
+    high = 1.3 * max([max(tops.values()) / min(bands.values()), *reached])
+    for place, (level, rate) in enumerate(bands.items()):
+        knee = max(tops.values()) / rate
+        ends = [low, min(high, knee)]
+        shade = str(0.75 * place / max(1, len(bands)))
+        axes.plot(ends, [x * rate / 1e9 for x in ends], color=shade, linewidth=1, label=f"{level}: {rate / 1e9:.0f} GB/s")
+    for name, top in tops.items():
+        axes.plot([top / max(bands.values()), high], [top / 1e9] * 2, color="0.3", linestyle="--", linewidth=1, label=f"{name}: {top / 1e9:.0f} GFLOP/s")
+    for place, (name, series) in enumerate(dots.items()):
+        axes.plot(*zip(*series, strict=True), MARKERS[place % len(MARKERS)], color=f"C{place}", alpha=0.75, label=name.replace("_", " "))
+    axes.set(xscale="log", yscale="log", xlabel="FLOP per byte of KV", ylabel="GFLOP/s")
+    axes.set_title(f"{record.spec.slug} on {record.facts['target']}, {threads} threads", fontsize="medium")
+    axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)

@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
-# Checks the Triton kernels on a machine with an NVIDIA GPU: numbers against the reference, resources, default-config
-# timings against torch SDPA. Writes DIR/gpu_check.json after every step; ends within 8 minutes; needs no network.
+# Checks the Triton kernels on a machine with an NVIDIA GPU: numbers against the reference; resources; timings beside torch
+# SDPA, FlexAttention and, if they are installed, FlashInfer and vLLM; a decode step as a CUDA graph; tuning from a shortlist.
+# Keeps DIR/gpu_check.json up to date all the time; ends within 9 minutes; needs no network.
 #   scripts/gpu_check.sh --out DIR [--wheels DIR] [--dry-run]
-# --wheels: a folder with wheels of what python3 lacks of torch, triton, jinja2 and numpy (kept out of its installation).
+# --wheels: a folder with wheels of what python3 lacks of torch, triton, jinja2, numpy, optuna and PyYAML (kept out of its
+# installation).
 # --dry-run: without a GPU, on the interpreter and by cross-compiling. PYTHON chooses the interpreter.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -26,8 +28,9 @@ mkdir -p "$out"
 
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 missing=()
-for module in torch triton jinja2 numpy; do
-  "$python" -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('$module') is None)" || missing+=("$module")
+for package in torch triton jinja2 numpy optuna PyYAML:yaml; do
+  module=${package#*:}
+  "$python" -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('$module') is None)" || missing+=("${package%:*}")
 done
 if [ ${#missing[@]} -gt 0 ]; then
   [ -n "$wheels" ] || fail "$python lacks ${missing[*]}; name a folder of wheels with --wheels"
@@ -37,4 +40,4 @@ if [ ${#missing[@]} -gt 0 ]; then
     fail "the wheels of ${missing[*]} in $wheels do not install; see above"
   export PYTHONPATH="$site:$PYTHONPATH"
 fi
-timeout --kill-after=10 480 "$python" "$root/scripts/gpu_check.py" --out "$out" "${options[@]}"
+timeout --kill-after=5 535 "$python" "$root/scripts/gpu_check.py" --out "$out" "${options[@]}"

@@ -20,15 +20,71 @@ def check(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.triton
-def test_the_dry_run_judges_inspects_and_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_dry_run_goes_through_every_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGEGEN_CACHE", str(tmp_path / "cache"))
     result = check("--dry-run", "--out", str(tmp_path / "out"))
     record = json.loads((tmp_path / "out/gpu_check.json").read_text())
     assert result.returncode == 0, result.stdout + result.stderr
-    assert record["passed"] and record["complete"] and record["dry_run"] and record["format"] == 1
+    assert record["passed"] and record["complete"] and record["dry_run"] and record["format"] == 2
     assert {row["op"] for row in record["correctness"]} == {"attend", "write_kv", "copy_blocks"}
     assert {row["kernel"] for row in record["resources"]} >= {"decode", "merge"}
     assert set(record["timings"][0]["speedup"]) == {"sdpa_gather", "sdpa_gqa", "sdpa_folded"}
+    assert all("flex" in row["speedup"] and {"flashinfer", "vllm"} <= row["absent"].keys() for row in record["peers"])
+    assert record["graphs"][0]["layers"] == 8 and record["graphs"][0]["stand_in"]
+    listed, *judged = record["tuning"]
+    assert listed["candidates"] == 2 and Path(listed["shortlist"]).is_file() and judged
+    assert all("default" in row["speedup"] for row in judged)
+    parts = record["parts"].values()
+    assert all(part["complete"] for part in parts) and sum(part["share"] for part in parts) <= 9 * 60 - 20
+
+
+PLANTED = """
+import contextlib, os, signal, sys, time
+from pathlib import Path
+sys.path.insert(0, {scripts!r})
+import gpu_check
+
+def work(run, how):
+    if how == "segfault": os.kill(os.getpid(), signal.SIGSEGV)
+    if how == "hang": time.sleep(600)
+    if how == "raise": raise RuntimeError("an illegal memory access was encountered")
+    if how == "refuse": raise gpu_check.PagegenError("not served")
+    yield {{"op": how, "cases": 1, "failures": []}}
+
+@contextlib.contextmanager
+def started(dry, out, seconds):
+    yield gpu_check.Run(None, "cpu", None, dry, out, time.monotonic() + seconds)
+
+def part(share, *pieces):
+    return gpu_check.Part(share, work, (), [(piece,) for piece in pieces])
+
+gpu_check.started, gpu_check.GRACE = started, 0.5
+gpu_check.PARTS = {{"hanging": part(20, "e", "hang", "f"), "failing": part(200, "a", "segfault", "b", "raise", "c", "refuse", "d"), "last": part(60, "g")}}
+if __name__ == "__main__":
+    sys.exit(gpu_check.main())
+"""
+
+
+@pytest.mark.triton
+def test_what_a_piece_of_work_does_to_its_process_is_recorded_and_the_rest_goes_on(tmp_path: Path) -> None:
+    """A crash, an error that may have spoiled the device, a refusal, and a hang, which costs its own part what is left."""
+    script = tmp_path / "planted.py"
+    script.write_text(PLANTED.format(scripts=str(SCRIPT.parent)))
+    words = [sys.executable, str(script), "--dry-run", "--out", str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[1])}
+    done = subprocess.run(words, capture_output=True, text=True, timeout=280, env=environment, check=False)
+    record = json.loads((tmp_path / "gpu_check.json").read_text())
+    assert done.returncode == 1 and not record["passed"] and not record["complete"], done.stdout + done.stderr
+    right = {name: [row["op"] for row in record[name] if not row["failures"]] for name in record["parts"]}
+    assert right == {"hanging": ["e"], "failing": list("abcd"), "last": ["g"]}
+    failed = {row["spec"]: row["failures"][0]["message"] for name in right for row in record[name] if row["failures"]}
+    assert failed == {
+        "segfault": "the process ended with SIGSEGV",
+        "raise": "RuntimeError: an illegal memory access was encountered",
+        "refuse": "PagegenError: not served",
+        "hang": "the process gave no answer within its share",
+    }
+    assert {name: part["complete"] for name, part in record["parts"].items()} == {"hanging": False, "failing": True, "last": True}
 
 
 @pytest.mark.parametrize(

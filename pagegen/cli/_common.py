@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import inspect
 import json
+import os
 import re
 import time
 import typing
@@ -169,6 +170,29 @@ def _read_spec(path: Path) -> tuple[KernelSpec, Phase | None]:
 
 
 # --- values ----------------------------------------------------------------------------------------------------------
+
+
+def as_path(word: str) -> Path:
+    """A file or folder that a command line names; an empty word is none, and would mean the working directory."""
+    if not word:
+        raise typer.BadParameter("it is empty; name a file or a folder, . is the working directory")
+    return Path(word)
+
+
+def require_folder(path: Path, flag: str) -> None:
+    """Makes a folder that a run is to write into, before it begins. Raises ConfigError naming the flag."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{flag} {path} cannot be made: {error.strerror}; name a folder that you can write") from None
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise ConfigError(f"{flag} {path} cannot be written; name a folder that you can write")
+
+
+def require_writable(path: Path, flag: str) -> None:
+    """Whether a file can be written where a run is to put it at its end. Raises ConfigError naming the flag."""
+    if path.is_dir() or not path.parent.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"{flag} {path} cannot be written; name a file in a folder that is there and yours to write")
 
 
 def parse_size(text: str | None, flag: str) -> int | None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pagegen.cli._common import parse_size
+from pagegen.cli._common import as_path, parse_size
 from pagegen.errors import ConfigError
 from pagegen.spec import DType
 
@@ -27,7 +27,7 @@ class EngineOptions:
     kernels: Annotated[
         Path | None,
         typer.Option(
-            "--kernels", metavar="PACKAGE", help="Kernel package; default: a fitting one of the cache, or a new build."
+            "--kernels", metavar="PACKAGE", parser=as_path, help="Kernel package; default: a fitting one of the cache, or a new build."
         ),
     ] = None
     dtype: Annotated[str, typer.Option("--dtype", metavar="DTYPE", help="fp32, bf16 or fp16.")] = "bf16"
@@ -87,6 +87,7 @@ class EngineOptions:
         typer.Option(
             "--record",
             metavar="LOG",
+            parser=as_path,
             help="Write what the scheduler is told, token ids too, for `pagegen simulate --replay`.",
             show_default=False,
         ),

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from pagegen.cli._common import JsonOption, note, print_json, print_table, progress
+from pagegen.cli._common import JsonOption, as_path, note, print_json, print_table, progress
 from pagegen.errors import ConfigError
 from pagegen.spec import Phase
 
@@ -27,7 +27,7 @@ def bench() -> None:
     epilog="Example: pagegen bench kernel PACKAGE --against default,sdpa",
 )
 def kernel(
-    package: Annotated[Path, typer.Argument(metavar="PACKAGE", help="The package's folder.", show_default=False)],
+    package: Annotated[Path, typer.Argument(metavar="PACKAGE", parser=as_path, help="The package's folder.", show_default=False)],
     against: Annotated[
         str,
         typer.Option(

@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
-from pagegen.cli._common import JsonOption, note, print_json
+from pagegen.cli._common import JsonOption, as_path, note, print_json
 
 app = typer.Typer(rich_markup_mode=None)
 
-DirArgument = Annotated[Path, typer.Argument(metavar="DIR", help="The package's folder.", show_default=False)]
+DirArgument = Annotated[Path, typer.Argument(metavar="DIR", parser=as_path, help="The package's folder.", show_default=False)]
 
 
 @app.command(

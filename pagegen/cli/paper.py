@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pagegen.cli import NO
-from pagegen.cli._common import JsonOption, note, print_json, print_table, progress
+from pagegen.cli._common import JsonOption, as_path, note, print_json, print_table, progress, require_folder
 
 if TYPE_CHECKING:
     from pagegen.runtime.simulation.experiment import Row
@@ -27,7 +27,7 @@ def command(
     ] = 1.0,
     plots: Annotated[
         Path | None,
-        typer.Option("--plots", metavar="DIR", help="Also draw each figure as DIR/FIG.png; needs matplotlib."),
+        typer.Option("--plots", metavar="DIR", parser=as_path, help="Also draw each figure as DIR/FIG.png; needs matplotlib."),
     ] = None,
     json: JsonOption = False,
 ) -> None:
@@ -47,6 +47,7 @@ def command(
         raise ConfigError(f"--scale {scale} gives traces that say nothing; allowed: {MIN_SCALE} to {MAX_SCALE}")
     if plots:
         require_matplotlib()
+        require_folder(plots, "--plots")
     rows: dict[str, list[Row]] = {}
     for name, each in found.items():
         with progress(name, 100) as advance:

@@ -7,13 +7,13 @@ from typing import Annotated
 
 import typer
 
-from pagegen.cli._common import JsonOption, print_json
+from pagegen.cli._common import JsonOption, as_path, print_json
 
 EXAMPLE = "pagegen report results/cpu-avx512/bf16-d64-h9x3-b16-NHD"
 
 
 def command(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="What `pagegen tune` wrote: results/<target>/<spec>.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", parser=as_path, help="What `pagegen tune` wrote: results/<target>/<spec>.")],
     png: Annotated[
         bool, typer.Option("--png", help="Also draw DIR/roofline.png and DIR/history.png; needs matplotlib.")
     ] = False,

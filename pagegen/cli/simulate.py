@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pagegen.cli._common import JsonOption, note, print_json, print_table, progress
+from pagegen.cli._common import JsonOption, as_path, note, print_json, print_table, progress, require_writable
 from pagegen.errors import ConfigError
 from pagegen.runtime.simulation.costs import StepCosts
 from pagegen.runtime.simulation.setup import Setup
@@ -48,6 +48,7 @@ def command(
         typer.Option(
             "--replay",
             metavar="LOG",
+            parser=as_path,
             help="Repeat a recorded run bit for bit; with policies named, try those on its requests.",
         ),
     ] = None,
@@ -123,11 +124,11 @@ def command(
         typer.Option("--seconds", help="Virtual time to stop at; default: when all have ended.", show_default=False),
     ] = None,
     record: Annotated[
-        Path | None, typer.Option("--record", metavar="LOG", help="Write what the scheduler is told, for --replay.")
+        Path | None, typer.Option("--record", metavar="LOG", parser=as_path, help="Write what the scheduler is told, for --replay.")
     ] = None,
     emit_workload: Annotated[
         Path | None,
-        typer.Option("--emit-workload", metavar="FILE", help="Write its batches as a workload for `pagegen tune`."),
+        typer.Option("--emit-workload", metavar="FILE", parser=as_path, help="Write its batches as a workload for `pagegen tune`."),
     ] = None,
     phase: Annotated[
         str | None,
@@ -252,8 +253,9 @@ class Job:
             if self.phase is not None:
                 raise ConfigError(f"--phase {self.phase} is for --emit-workload FILE; name one, or leave it out")
             return None, lambda: None
-        sampler, path, phase = BatchSampler(), self.emit_workload, Phase(self.phase) if self.phase else None
-        return sampler, lambda: sampler.write(path, phase)
+        require_writable(self.emit_workload, "--emit-workload")
+        sampler, file, phase = BatchSampler(), self.emit_workload, Phase(self.phase) if self.phase else None
+        return sampler, lambda: sampler.write(file, phase)
 
 
 def _trace(name: str, model: str | None, **options: Any) -> list[TraceRow]:

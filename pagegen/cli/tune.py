@@ -13,6 +13,7 @@ from pagegen.cli._common import (
     ModelOption,
     SpecArgument,
     TargetOption,
+    as_path,
     note,
     print_json,
     print_table,
@@ -118,7 +119,7 @@ def command(
     out: Annotated[
         Path,
         typer.Option(
-            "--out", metavar="DIR", help="Results go to DIR/<target>/<spec>; default: results.", show_default=False
+            "--out", metavar="DIR", parser=as_path, help="Results go to DIR/<target>/<spec>; default: results.", show_default=False
         ),
     ] = Path("results"),
     seed: Annotated[int, typer.Option("--seed", metavar="N", help="Seed of the search.")] = 0,
@@ -139,7 +140,7 @@ def command(
     top: Annotated[int, typer.Option("--top", metavar="K", help="Configs of a phase in the shortlist of --static.")] = 20,
     shortlist: Annotated[
         Path | None,
-        typer.Option("--shortlist", metavar="FILE", help="Try first what --static wrote here.", show_default=False),
+        typer.Option("--shortlist", metavar="FILE", parser=as_path, help="Try first what --static wrote here.", show_default=False),
     ] = None,
     json: JsonOption = False,
 ) -> None:

@@ -6,11 +6,15 @@ can read what was said.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import json
+import typing
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Self, TextIO
+from typing import Any, Self, TextIO, TypeVar
 
 from pagegen.errors import ConfigError
 from pagegen.runtime.scheduling.events import (
@@ -27,13 +31,17 @@ from pagegen.runtime.scheduling.events import (
 )
 from pagegen.runtime.scheduling.preemption import PreemptionCosts
 from pagegen.runtime.sequence import FinishReason, Request
-from pagegen.runtime.simulation.setup import Setup
+from pagegen.runtime.simulation.setup import Setup, check_types
 
 LOG_FORMAT = 1
+T = TypeVar("T")
 
 
 class EventLog:
-    """A recorder that writes to a file; `begin` before the first event. A context manager, or call `close`."""
+    """A recorder that writes to a file; `begin` before the first event. A context manager, or call `close`.
+
+    A run goes on where its log cannot: what was written until then repeats, and one warning says where it ends.
+    """
 
     def __init__(self, path: Path) -> None:
         """Raises ConfigError if the file cannot be written."""
@@ -41,6 +49,7 @@ class EventLog:
             self._file: TextIO = path.open("w", encoding="utf-8", buffering=1)  # line by line, for who is killed
         except OSError as error:
             raise ConfigError(f"log {path} cannot be written: {error.strerror}") from None
+        self._path, self._broken = path, False
 
     def __enter__(self) -> Self:
         return self
@@ -49,14 +58,24 @@ class EventLog:
         self.close()
 
     def begin(self, setup: Setup) -> None:
-        """Writes what the run is made with."""
-        self._write(["pagegen", LOG_FORMAT, setup.to_dict()])
+        """Writes what the run is made with. Raises ConfigError if that cannot be done."""
+        try:
+            self._write(["pagegen", LOG_FORMAT, setup.to_dict()])
+        except OSError as error:
+            raise ConfigError(f"log {self._path} cannot be written: {error.strerror}") from None
 
     def __call__(self, event: SchedulerEvent) -> None:
-        self._write(encode(event))
+        if self._broken:
+            return
+        try:
+            self._write(encode(event))
+        except OSError as error:  # a full disk is no reason to end what is served
+            self._broken = True
+            warnings.warn(f"log {self._path} ends here: {error.strerror}; the run goes on", RuntimeWarning, stacklevel=2)
 
     def close(self) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):  # it tries once more to write what it could not
+            self._file.close()
 
     def _write(self, values: list[Any]) -> None:
         self._file.write(json.dumps(values, separators=(",", ":")) + "\n")
@@ -93,17 +112,17 @@ def decode(values: list[Any]) -> SchedulerEvent:
             fields = {**fields, "prompt_token_ids": tuple(fields["prompt_token_ids"])}
             if "stop_token_ids" in fields:
                 fields["stop_token_ids"] = frozenset(fields["stop_token_ids"])
-            return Added(Request(**fields))
+            return Added(_checked(Request(**fields)))
         case ["plan", str(digest)]:
             return Planned(digest)
         case ["update", list(sampled)]:
-            return Updated(tuple(map(_decode_sampled, sampled)))
+            return _checked(Updated(tuple(map(_decode_sampled, sampled))))
         case ["finish", str(request_id), int(index), reason]:
-            return Finished(request_id, index, FinishReason(reason))
+            return _checked(Finished(request_id, index, FinishReason(reason)))
         case ["end", str(request_id), reason, error]:
-            return Ended(request_id, FinishReason(reason), error)
+            return _checked(Ended(request_id, FinishReason(reason), error))
         case ["pin", list(token_ids), str(salt), bool(keep)]:
-            return Pinned(tuple(token_ids), salt, keep)
+            return _checked(Pinned(tuple(token_ids), salt, keep))
         case ["measure", float(blocks), float(tokens)]:
             return Measured(PreemptionCosts(blocks, tokens))
     raise ValueError("no event of the scheduler")
@@ -116,8 +135,21 @@ def _decode_sampled(value: Any) -> Sampled:
         case list():
             return tuple(value)
         case dict():
-            return Branch(**value)
+            return _checked(Branch(**value))
     raise ValueError("a row sampled what is no token")
+
+
+def _checked(value: T) -> T:
+    """The value, if every field is of the type that its class states. Raises TypeError."""
+    kind: type = type(value)
+    hints = _hints(kind)
+    check_types({name: getattr(value, name) for name in hints}, hints)
+    return value
+
+
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
 
 
 def read_log(path: Path) -> tuple[Setup, Iterator[SchedulerEvent]]:

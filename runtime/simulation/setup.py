@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import typing
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from types import MappingProxyType, UnionType
 from typing import TYPE_CHECKING, Any
 
 from pagegen.errors import ConfigError
@@ -96,9 +97,32 @@ class Setup:
         if unknown := sorted(map(str, values.keys() - known)):
             raise ConfigError(f"setup fields {', '.join(unknown)} are not known; allowed: {', '.join(sorted(known))}")
         way = values.get("preemption", Preemption.RECOMPUTE)
-        if way not in set(Preemption):
+        if way not in tuple(Preemption):
             raise ConfigError(f"preemption={way!r} is not known; allowed: {', '.join(Preemption)}")
-        return cls(**{**values, "preemption": Preemption(way)})
+        values = {**values, "preemption": Preemption(way)}
+        try:
+            check_types(values, typing.get_type_hints(cls))
+        except TypeError as error:
+            raise ConfigError(f"setup: {error}") from None
+        return cls(**values)
+
+
+def check_types(values: Mapping[str, object], hints: Mapping[str, Any]) -> None:
+    """Raises TypeError naming the first value that is not what its hint says. Whole numbers have at most 64 bits."""
+    for name, value in values.items():
+        if not _fits(value, hints[name]):
+            raise TypeError(f"{name}={value!r:.80} is no {getattr(hints[name], '__name__', hints[name])}")
+
+
+def _fits(value: object, hint: Any) -> bool:
+    kind, parts = typing.get_origin(hint), typing.get_args(hint)
+    if kind is UnionType:
+        return any(_fits(value, part) for part in parts)
+    if kind in (tuple, frozenset):
+        return isinstance(value, kind) and all(_fits(item, parts[0]) for item in value)
+    if hint is int:
+        return type(value) is int and -(2**63) <= value < 2**63
+    return isinstance(value, hint)
 
 
 NUM_SLOTS = 15_728  # of the vLLM paper's OPT-13B: 12 GiB of 800 KiB each

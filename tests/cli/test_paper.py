@@ -20,6 +20,12 @@ def test_a_figure_carries_rows_and_its_exit_status_says_whether_all_bars_are_met
     assert (tmp_path / "orca.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_plots_that_cannot_be_drawn_are_refused_before_anything_runs(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    result = run("paper", "fig12", "--plots", str(tmp_path / "file" / "plots"))  # it would take minutes
+    assert result.status == 2 and result.stderr.count("\n") == 1 and "--plots" in result.stderr
+
+
 @pytest.mark.parametrize("words", [("fig3",), ("fig2", "--scale", "0"), ("fig2", "--scale", "1e-9"), ()])
 def test_what_is_no_figure_is_refused_in_one_line(words: tuple[str, ...]) -> None:
     result = run("paper", *words)

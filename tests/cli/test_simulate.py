@@ -55,6 +55,8 @@ def test_a_recorded_run_repeats_and_can_be_tried_under_another_policy(tmp_path: 
         ("--trace", "fixed:0x8"),
         ("--trace", "alpaca", "--phase", "later"),
         ("--trace", "alpaca", "--phase", "decode"),
+        ("--trace", "alpaca", "--emit-workload", "nowhere/w.yaml"),
+        ("--trace", "alpaca", "--record", "nowhere/run.log"),
         ("--trace", "alpaca", "--policy", "orca", "--policy", "default", "--record", "x.log"),
     ],
 )

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import math
+import random
 import statistics
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -15,7 +18,7 @@ from hypothesis import strategies as st
 
 from pagegen.errors import ConfigError
 from pagegen.runtime.policies import MEMORY_POLICIES
-from pagegen.runtime.scheduler import Preemption
+from pagegen.runtime.scheduler import Preemption, ScheduledBatch
 from pagegen.runtime.scheduling import POLICIES
 from pagegen.runtime.scheduling.events import Added, Planned, SchedulerEvent
 from pagegen.runtime.simulate import replay, simulate
@@ -240,6 +243,67 @@ def test_a_log_that_was_changed_or_cut_is_told_from_one_that_repeats(tmp_path: P
         path.write_text(text)
         with pytest.raises(ConfigError):
             read_log(path)
+
+
+_WRONG: tuple[Any, ...] = (None, -1, 0, True, 2**70, 1e308, "x", [], {}, [[1]], {"parent": 7, "token_id": {}}, {"parent": "0", "token_id": 3})
+
+
+def _damaged(value: Any, chance: random.Random) -> Any:
+    """The same, but for one thing somewhere in it."""
+    if isinstance(value, list | dict) and value and chance.random() < 0.85:
+        where = chance.choice(list(value) if isinstance(value, dict) else range(len(value)))
+        copy: Any = dict(value) if isinstance(value, dict) else list(value)
+        copy[where] = _damaged(value[where], chance)
+        return copy
+    return chance.choice(_WRONG)
+
+
+@pytest.mark.parametrize("policy", ["default", "vllm-paper"])
+def test_a_log_with_any_one_thing_changed_repeats_or_is_refused_in_one_line(tmp_path: Path, policy: str) -> None:
+    path, setup = tmp_path / "run.log", dataclasses.replace(TIGHT, policy=policy)
+    trace = [dataclasses.replace(row, n=2, max_tokens=row.output) for row in small_trace(3)][:6]
+    with EventLog(path) as log:
+        log.begin(setup)
+        simulate([row for row in trace if row.n * (row.input + row.output) < 260], setup, recorder=log)
+    lines, refused = path.read_text().splitlines(), 0
+    for seed in range(300):
+        chance = random.Random(seed)
+        at = chance.choice([0, chance.randrange(len(lines)), chance.randrange(min(20, len(lines)))])
+        path.write_text(
+            "\n".join([*lines[:at], json.dumps(_damaged(json.loads(lines[at]), chance)), *lines[at + 1 :], ""])
+        )
+        try:
+            replay(*read_log(path))
+        except ConfigError as error:
+            assert "\n" not in str(error)
+            refused += 1
+    assert refused > 200
+
+
+def test_a_run_goes_on_where_its_log_cannot_and_says_where_the_log_ends(tmp_path: Path) -> None:
+    path, full = tmp_path / "run.log", False
+
+    class Disk(io.StringIO):
+        def write(self, text: str) -> int:
+            if full:
+                raise OSError(28, "No space left on device")
+            return super().write(text)
+
+    disk, log = Disk(), EventLog(path)
+    log._file = disk
+    log.begin(TIGHT)
+
+    def fill(batch: ScheduledBatch) -> None:
+        nonlocal full
+        full = True
+
+    with pytest.warns(RuntimeWarning, match=r"run.log ends here: No space left on device") as warned:
+        figures = simulate(small_trace(), TIGHT, recorder=log, observe=fill)
+    assert figures.num_finished == len(small_trace()) and len(warned) == 1
+    path.write_text(disk.getvalue())
+    replay(*read_log(path))
+    with pytest.raises(ConfigError, match=r"run.log cannot be written: No space left on device"):
+        log.begin(TIGHT)
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)

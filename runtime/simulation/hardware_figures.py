@@ -47,6 +47,12 @@ BLOCK_SIZES: Mapping[str, Case] = {
 
 
 _ROOM = "at 30 requests a second the tokens of those that run fill half of the pool: such blocks waste what is free"
+_NOTES: Mapping[tuple[str, int], str] = {
+    ("alpaca", 64): _ROOM,
+    ("alpaca", 128): _ROOM,
+    ("sharegpt", 32): "where any step takes a quarter less no queue forms: blocks of 256 waste what is free, and are as quick",
+    ("sharegpt", 128): "near to saturation what such blocks waste is queue, and that grows with the length of the run",
+}
 
 
 def block_size(results: Results) -> Iterator[Row]:
@@ -84,7 +90,7 @@ def block_size(results: Results) -> Iterator[Row]:
                 continue
             paper, band = ("as 16", (0.8, 1.25)) if size in good else ("worse", (1.0, math.inf))
             ratio, ordered = functools.partial(latency, trace, size), functools.partial(holds, trace, size)
-            what, note = f"{trace}, {size} over 16", _ROOM if (trace, size) in (("alpaca", 64), ("alpaca", 128)) else ""
+            what, note = f"{trace}, {size} over 16", _NOTES.get((trace, size), "")
             yield results.row(what, ratio, paper, band, "x", ordered, note=note)
 
 

@@ -367,8 +367,9 @@ def _check_fit(model: CausalLM, kernels: PagedKernels, config: EngineConfig) -> 
         )
     if config.deterministic and not model.deterministic:
         raise ConfigError("the config is deterministic, the model is not; build it with deterministic=True")
-    needed = model.config.kernel_spec(model.dtype, kernels.spec.block_size, kernels.spec.kv_layout)
-    needed = needed.replace(deterministic=config.deterministic or kernels.spec.deterministic)
+    found = kernels.spec
+    needed = config.kernel_spec(model.config, found.block_size)
+    needed = needed.replace(layout=found.kv_layout, deterministic=config.deterministic or found.deterministic)
     if kernels.spec != needed:
         raise KernelError(
             f"the kernels compute {kernels.spec.slug}, the model needs {needed.slug}; run `pagegen tune {needed.slug}`"

@@ -6,6 +6,7 @@ import dataclasses
 
 from pagegen.errors import ConfigError
 from pagegen.runtime.kv_cache import block_bytes
+from pagegen.runtime.models.config import ModelConfig
 from pagegen.runtime.scheduler import (
     DEFAULT_MAX_NUM_BATCHED_TOKENS,
     DEFAULT_MAX_NUM_SEQS,
@@ -16,6 +17,7 @@ from pagegen.runtime.scheduling import find_policy
 from pagegen.spec import DType, KernelSpec
 
 DEFAULT_KV_CACHE_BYTES = 2**30
+KV_DTYPES = (DType.FP8_E4M3, DType.FP8_E5M2, DType.INT8, DType.INT4)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -25,7 +27,8 @@ class EngineConfig:
     `max_model_len` bounds the positions that are computed, None being the model's own limit; the last sampled token is
     not computed, so a prompt of exactly that length gets one token. The KV pool has `num_blocks` blocks, or as many as
     fit into `kv_cache_bytes` (1 GiB if neither is given), but no more than `max_num_seqs` full-length sequences fill.
-    `dtype` is that of weights, activations and cache. `max_num_batched_tokens` None is 512, or what one longest prompt
+    `dtype` is that of weights and activations, and of the cache unless `kv_dtype` is one of KV_DTYPES: quantised, with
+    scales that fp8 has one of a tensor (1) and int8 and int4 have for each token and head. `max_num_batched_tokens` None is 512, or what one longest prompt
     beside the others' newest tokens takes where `policy` computes prompts whole.
 
     `policy` is a row of `scheduling.POLICIES`, `memory_policy` one of `policies.MEMORY_POLICIES`. `swap_bytes` is the
@@ -43,6 +46,7 @@ class EngineConfig:
     num_blocks: int | None = None
     kv_cache_bytes: int | None = None
     dtype: DType = DType.BF16
+    kv_dtype: DType | None = None
     policy: str = "default"
     memory_policy: str = "paged"
     preemption: Preemption = Preemption.RECOMPUTE
@@ -62,6 +66,14 @@ class EngineConfig:
         if self.preemption not in tuple(Preemption):
             raise ConfigError(f"preemption={self.preemption!r} is not known; allowed: {', '.join(Preemption)}")
         find_policy(self.policy)
+        if self.kv_dtype is not None and self.kv_dtype not in (self.dtype, *KV_DTYPES):
+            allowed = ", ".join((self.dtype, *KV_DTYPES))
+            raise ConfigError(f"kv_dtype={self.kv_dtype} is not possible with dtype={self.dtype}; allowed: {allowed}")
+
+    def kernel_spec(self, model: ModelConfig, block_size: int) -> KernelSpec:
+        """What attention a model needs here, token-major. Raises SpecError for one outside the kernel family."""
+        spec = model.kernel_spec(self.dtype, block_size)
+        return spec.replace(kv_dtype=self.kv_dtype or self.dtype, deterministic=self.deterministic)
 
     def scheduler(self, max_model_len: int) -> SchedulerConfig:
         """The scheduler's part of it, for an engine that computes up to `max_model_len` positions."""

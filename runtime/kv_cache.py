@@ -10,20 +10,34 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from pagegen.errors import ConfigError
-from pagegen.kernel import PagedKernels, allocate_cache
+from pagegen.kernel import (
+    NO_ATTEND_EXTRAS,
+    NO_WRITE_EXTRAS,
+    AttendExtras,
+    KVScales,
+    PagedKernels,
+    WriteExtras,
+    allocate_cache,
+    allocate_scales,
+)
 from pagegen.memory import free_bytes
-from pagegen.spec import KernelSpec
+from pagegen.spec import KernelSpec, KVScale
+from pagegen.transfer import block_bytes as layer_bytes
 
 MAX_BLOCKS = 2**31 - 1  # block tables hold 32-bit numbers
 
 
 def block_bytes(spec: KernelSpec, num_layers: int) -> int:
-    """Bytes of one block over all layers, K and V."""
-    return num_layers * spec.block_size * spec.kv_heads * (spec.head_dim + spec.dim_v) * spec.cache_dtype.itemsize
+    """Bytes of one block over all layers: K, V, and the scales of its tokens where a quantised cache has such."""
+    return num_layers * layer_bytes(spec)
 
 
 class KVCache:
-    """Zeroed K and V of `num_blocks` blocks for each layer. Raises ConfigError if there is no memory for them."""
+    """Zeroed K and V of `num_blocks` blocks for each layer. Raises ConfigError if there is no memory for them.
+
+    A quantised cache has scales beside them (`scales`, by layer): those of tokens are filled by write_kv and go wherever
+    their blocks go, coarser ones are 1.
+    """
 
     def __init__(self, spec: KernelSpec, num_layers: int, num_blocks: int, device: str | torch.device = "cpu") -> None:
         self.spec = spec
@@ -42,15 +56,17 @@ class KVCache:
             raise ConfigError(too_much)
         try:
             self.layers = tuple(allocate_cache(spec, num_blocks, device) for _ in range(num_layers))
+            self.scales = tuple(allocate_scales(spec, num_blocks, device) for _ in range(num_layers))
         except RuntimeError as error:  # torch's out of memory
             raise ConfigError(too_much) from error
+        self.extras = tuple(map(_extras, self.scales))
 
     def copy_blocks(self, kernels: PagedKernels, copies: Iterable[tuple[int, int]]) -> None:
         """Copies blocks (source, destination) in every layer, as if one after the other."""
         for pairs in _independent(copies):
             tensor = torch.tensor(pairs, dtype=torch.int64, device=self.layers[0][0].device)
-            for k_cache, v_cache in self.layers:
-                kernels.copy_blocks(k_cache, v_cache, tensor)
+            for (k_cache, v_cache), scales in zip(self.layers, self.scales, strict=True):
+                kernels.copy_blocks(k_cache, v_cache, tensor, scales=scales)
 
     def copy_from(self, other: KVCache, moves: Iterable[tuple[int, int]]) -> None:
         """Copies `other`'s blocks into this cache's, (source, destination), in every layer: swapping, either way.
@@ -60,15 +76,23 @@ class KVCache:
         pairs = torch.tensor(list(moves), dtype=torch.int64).reshape(-1, 2)
         if not len(pairs):
             return
-        for layer, other_layer in zip(self.layers, other.layers, strict=True):
-            for destination, source in zip(layer, other_layer, strict=True):
-                gathered = _words(source).index_select(0, pairs[:, 0].to(source.device))
-                _words(destination).index_copy_(0, pairs[:, 1].to(destination.device), gathered.to(destination.device))
+        for destination, source in zip(self._by_block(), other._by_block(), strict=True):
+            gathered = source.index_select(0, pairs[:, 0].to(source.device))
+            destination.index_copy_(0, pairs[:, 1].to(destination.device), gathered.to(destination.device))
+
+    def _by_block(self) -> Iterator[torch.Tensor]:
+        """All that a block consists of, layer by layer: views [num_blocks, words] that copy fast, whatever the dtype."""
+        for layer, scales in zip(self.layers, self.scales, strict=True):
+            for cache in layer:  # head dims come in eights, of which int4 takes half the bytes
+                yield cache.flatten(1).view(torch.int32 if cache.dtype == torch.uint8 else torch.int64)
+            if scales is not None and self.spec.kv_scale is KVScale.TOKEN_HEAD:
+                for scale in (scales.k_scale, scales.v_scale, scales.k_zero, scales.v_zero):
+                    if scale is not None:
+                        yield scale.flatten(1)
 
 
-def _words(cache: torch.Tensor) -> torch.Tensor:
-    """[num_blocks, 8-byte words of a block]: a view that copies fast, whatever the dtype; head dims come in eights."""
-    return cache.flatten(1).view(torch.int64)
+def _extras(scales: KVScales | None) -> tuple[AttendExtras, WriteExtras]:
+    return (AttendExtras(scales), WriteExtras(scales)) if scales else (NO_ATTEND_EXTRAS, NO_WRITE_EXTRAS)
 
 
 def _independent(copies: Iterable[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:

@@ -44,7 +44,7 @@ def launch(
     """
     source = resolve_model(model)
     if kernels is None or isinstance(kernels, Path):
-        wanted = source.config.kernel_spec(config.dtype, block_size).replace(deterministic=config.deterministic)
+        wanted = config.kernel_spec(source.config, block_size)
         kernels, message = find_kernels(wanted, kernels)
     else:
         message = f"kernels of the caller, {kernels.spec.slug}"

@@ -12,6 +12,7 @@ from typing import Any
 from pagegen.errors import ConfigError, RequestError
 from pagegen.kernel import PagedKernels
 from pagegen.runtime.engine import EngineConfig, RequestOutput
+from pagegen.runtime.engine_config import KV_DTYPES
 from pagegen.runtime.sampling_params import SamplingParams
 from pagegen.runtime.scheduler import DEFAULT_MAX_NUM_SEQS, Preemption
 from pagegen.runtime.sequence import FinishReason
@@ -33,6 +34,7 @@ class LLM:
         *,
         kernels: PagedKernels | str | Path | None = None,
         dtype: str | DType = DType.BF16,
+        kv_dtype: str | DType | None = None,
         block_size: int = 16,
         max_num_seqs: int = DEFAULT_MAX_NUM_SEQS,
         max_num_batched_tokens: int | None = None,
@@ -48,6 +50,8 @@ class LLM:
     ) -> None:
         if dtype not in FLOATS:
             raise ConfigError(f"dtype={dtype!r} is not known; allowed: {', '.join(FLOATS)}; change dtype")
+        if kv_dtype is not None and kv_dtype not in tuple(DType):
+            raise ConfigError(f"kv_dtype={kv_dtype!r} is not known; allowed: {', '.join((*FLOATS, *KV_DTYPES))}")
         if preemption not in tuple(Preemption):
             raise ConfigError(f"preemption={preemption!r} is not known; allowed: {', '.join(Preemption)}")
         config = EngineConfig(
@@ -57,6 +61,7 @@ class LLM:
             num_blocks=num_blocks,
             kv_cache_bytes=kv_cache_bytes,
             dtype=DType(dtype),
+            kv_dtype=DType(kv_dtype) if kv_dtype else None,
             policy=policy,
             memory_policy=memory_policy,
             preemption=Preemption(preemption),

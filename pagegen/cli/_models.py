@@ -31,6 +31,15 @@ class EngineOptions:
         ),
     ] = None
     dtype: Annotated[str, typer.Option("--dtype", metavar="DTYPE", help="fp32, bf16 or fp16.")] = "bf16"
+    kv_dtype: Annotated[
+        str | None,
+        typer.Option(
+            "--kv-dtype",
+            metavar="DTYPE",
+            help="Of the KV cache: fp8_e4m3, fp8_e5m2, int8 or int4; default: as --dtype.",
+            show_default=False,
+        ),
+    ] = None
     max_model_len: Annotated[int | None, typer.Option("--max-model-len", help="Tokens of prompt and output.")] = None
     max_num_seqs: Annotated[int, typer.Option("--max-num-seqs", help="Sequences that run together.")] = 64
     max_num_batched_tokens: Annotated[
@@ -120,6 +129,7 @@ def engine_options(command: Callable[..., None]) -> Callable[..., None]:
 def load(model: str, options: EngineOptions) -> Launched:
     """The model with its engine. Raises PagegenError."""
     from pagegen.runtime.engine import EngineConfig
+    from pagegen.runtime.engine_config import KV_DTYPES
     from pagegen.runtime.launcher import launch
     from pagegen.runtime.scheduler import Preemption
     from pagegen.runtime.simulation.log import EventLog
@@ -128,6 +138,9 @@ def load(model: str, options: EngineOptions) -> Launched:
 
     if options.dtype not in FLOATS:
         raise ConfigError(f"--dtype {options.dtype} is not known; allowed: {', '.join(FLOATS)}")
+    if options.kv_dtype is not None and options.kv_dtype not in (options.dtype, *KV_DTYPES):
+        allowed = ", ".join((options.dtype, *KV_DTYPES))
+        raise ConfigError(f"--kv-dtype {options.kv_dtype} is not possible with --dtype {options.dtype}; allowed: {allowed}")
     if options.preemption not in set(Preemption):
         raise ConfigError(f"--preemption {options.preemption} is not known; allowed: {', '.join(Preemption)}")
     no_swap_space = options.swap_space is not None and options.swap_space.strip() == "0"
@@ -138,6 +151,7 @@ def load(model: str, options: EngineOptions) -> Launched:
         num_blocks=options.kv_blocks,
         kv_cache_bytes=parse_size(options.kv_cache_memory, "--kv-cache-memory"),
         dtype=DType(options.dtype),
+        kv_dtype=DType(options.kv_dtype) if options.kv_dtype else None,
         policy=options.policy,
         memory_policy=options.memory_policy,
         preemption=Preemption(options.preemption),

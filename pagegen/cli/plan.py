@@ -26,6 +26,15 @@ def command(
         str | None,
         typer.Option("--dtype", metavar="DTYPE", help="fp32, bf16 or fp16; default: each.", show_default=False),
     ] = None,
+    kv_dtype: Annotated[
+        str | None,
+        typer.Option(
+            "--kv-dtype",
+            metavar="DTYPE",
+            help="Of the KV cache: fp8_e4m3, fp8_e5m2, int8 or int4; default: as --dtype.",
+            show_default=False,
+        ),
+    ] = None,
     block_size: Annotated[int, typer.Option("--block-size", metavar="N", help="Tokens of a block.")] = 16,
     max_model_len: Annotated[
         int | None, typer.Option("--max-model-len", help="Tokens of prompt and output; default: the model's.")
@@ -41,6 +50,7 @@ def command(
     Arithmetic on the model's config: no weight is read. Exit 1 if no dtype leaves room for one sequence of full length.
     """
     from pagegen.memory import free_bytes
+    from pagegen.runtime.engine_config import KV_DTYPES
     from pagegen.runtime.simulation.capacity import plan
     from pagegen.runtime.weights.resolve import resolve_model
     from pagegen.spec import DType
@@ -48,6 +58,8 @@ def command(
     floats = [DType.FP32, DType.BF16, DType.FP16]
     if dtype is not None and dtype not in floats:
         raise ConfigError(f"--dtype {dtype} is not known; allowed: {', '.join(floats)}")
+    if kv_dtype is not None and kv_dtype not in KV_DTYPES:
+        raise ConfigError(f"--kv-dtype {kv_dtype} is not known; allowed: {', '.join(KV_DTYPES)}, or leave it out")
     memory = parse_size(mem, "--mem") or free_bytes()
     if memory is None:
         raise ConfigError("this machine does not say how much memory is free; state it with --mem SIZE")
@@ -57,6 +69,7 @@ def command(
             source.config,
             each,
             memory,
+            kv_dtype=DType(kv_dtype) if kv_dtype else None,
             block_size=block_size,
             max_model_len=max_model_len,
             typical_len=length,
@@ -75,12 +88,13 @@ def command(
 def _show(name: str, memory: int, plans: list[Plan]) -> None:
     first = plans[0]
     columns = (
-        "dtype", "weights", "KV a token", "KV cache", "weights %", "KV %", "other %", "blocks", "tokens",
+        "dtype", "KV dtype", "weights", "KV a token", "KV cache", "weights %", "KV %", "other %", "blocks", "tokens",
         f"sequences of {first.typical_len}", f"of {first.max_model_len}", f"{first.max_model_len} reserved",
     )  # fmt: skip
     rows = [
         (
             row.dtype,
+            row.kv_dtype,
             format_size(row.weight_bytes),
             format_size(row.kv_bytes_per_token),
             format_size(row.num_blocks * row.block_bytes),

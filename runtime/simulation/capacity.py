@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 from pagegen.errors import ConfigError
+from pagegen.runtime.engine_config import EngineConfig
 from pagegen.runtime.kv_cache import block_bytes
 from pagegen.runtime.models.config import ModelConfig
 from pagegen.spec import DType
@@ -22,6 +23,7 @@ class Plan:
     """
 
     dtype: str
+    kv_dtype: str
     memory_bytes: int
     weight_bytes: int
     other_bytes: int
@@ -53,6 +55,7 @@ def plan(
     dtype: DType,
     memory_bytes: int,
     *,
+    kv_dtype: DType | None = None,
     block_size: int = 16,
     max_model_len: int | None = None,
     typical_len: int = 512,
@@ -66,7 +69,8 @@ def plan(
         )
     if not 0 <= other_share < 1 or typical_len < 1:
         raise ConfigError(f"other={other_share} and typical length={typical_len}; allowed: 0 up to 1, and 1 or more")
-    size = block_bytes(config.kernel_spec(dtype, block_size), config.num_layers)
+    spec = EngineConfig(dtype=dtype, kv_dtype=kv_dtype).kernel_spec(config, block_size)
+    size = block_bytes(spec, config.num_layers)
     weight_bytes = dtype.itemsize * sum(math.prod(shape) for shape in config.weight_shapes().values())
     other_bytes = int(other_share * memory_bytes)
     kv_bytes = max(memory_bytes - weight_bytes - other_bytes, 0)
@@ -75,6 +79,7 @@ def plan(
     run = 1 << (whole - 1).bit_length()
     return Plan(
         dtype=dtype.value,
+        kv_dtype=spec.cache_dtype.value,
         memory_bytes=memory_bytes,
         weight_bytes=weight_bytes,
         other_bytes=other_bytes,

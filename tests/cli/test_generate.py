@@ -54,6 +54,15 @@ def test_programs_get_one_document_with_everything() -> None:
     assert sum(memory["split"].values()) == memory["kv_bytes_peak"] <= memory["kv_bytes_total"]
 
 
+def test_a_quantised_cache_takes_a_share_of_the_bytes_and_gives_nearly_the_same() -> None:
+    words = ("--prompt", "abcdefgh" * 6, "--max-tokens", "3", "--temperature", "0", "--kv-blocks", "8", "--logprobs", "0")
+    plain, int8 = (generate(*words, *more, "--json").document for more in ((), ("--kv-dtype", "int8")))
+    assert "-kvint8 " in int8["kernels"]
+    assert plain["memory"]["kv_bytes_total"] / int8["memory"]["kv_bytes_total"] == 16 * 4 / (16 + 4)  # and a scale a head
+    first, other = (document["outputs"][0]["logprobs"][0]["logprob"] for document in (plain, int8))
+    assert first != other == pytest.approx(first, abs=0.05)
+
+
 def test_a_chat_goes_through_the_template() -> None:
     document = generate("--chat", "hi", "--max-tokens", "1", "--json").document
     assert document["outputs"][0]["prompt_token_ids"][0] == 256
@@ -202,6 +211,8 @@ def test_an_interrupt_keeps_what_is_finished(tmp_path: Path, monkeypatch: pytest
         (("--prompt", "a", "--kv-blocks", "0"), "num_blocks"),
         (("--prompt", "a", "--kv-blocks", "9" * 30), "KV pool"),
         (("--prompt", "a", "--dtype", "fp8"), "fp32, bf16, fp16"),
+        (("--prompt", "a", "--kv-dtype", "int3"), "allowed: fp32, fp8_e4m3, fp8_e5m2, int8, int4"),
+        (("--prompt", "a", "--kv-dtype", "bf16"), "--kv-dtype bf16 is not possible with --dtype fp32"),
         (("--prompt", "a", "--kernels", "/nowhere"), "/nowhere"),
         (("--input", "/nowhere.jsonl"), "/nowhere.jsonl"),
     ],

@@ -30,6 +30,13 @@ def test_the_parts_sum_to_the_memory_and_half_as_wide_numbers_make_twice_the_tok
         assert row["num_blocks"] > 2 * wide["num_blocks"]
 
 
+def test_a_quantised_cache_holds_more_tokens_in_the_same_memory() -> None:
+    words = ("plan", "dummy:tiny", "--mem", "64M", "--dtype", "bf16", "--json")
+    (wide,), (narrow,) = (run(*words, *more).document["rows"] for more in ((), ("--kv-dtype", "int4")))
+    assert (wide["kv_dtype"], narrow["kv_dtype"]) == ("bf16", "int4")
+    assert wide["kv_bytes_per_token"] / narrow["kv_bytes_per_token"] == 16 * 2 / (16 / 2 + 4)
+
+
 def test_what_does_not_fit_is_exit_1_and_said() -> None:
     result = run("plan", "dummy:llama-13b", "--mem", "20G")
     assert result.status == 1 and "no room for one sequence" in result.stderr and "fp16" in result.stdout
@@ -47,6 +54,7 @@ def test_without_a_size_it_is_about_this_machine() -> None:
         ("dummy:nobody",),
         ("dummy:tiny", "--mem", "much"),
         ("dummy:tiny", "--dtype", "int8"),
+        ("dummy:tiny", "--kv-dtype", "int3"),
         ("dummy:tiny", "--max-model-len", "513"),
         ("dummy:tiny", "--max-model-len", "0"),
         ("dummy:tiny", "--block-size", "0"),

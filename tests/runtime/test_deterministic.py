@@ -14,6 +14,7 @@ import torch
 from pagegen.errors import ConfigError, KernelError
 from pagegen.kernel import PagedKernels
 from pagegen.runtime.engine import Engine, EngineConfig, RequestOutput
+from pagegen.runtime.engine_config import KV_DTYPES
 from pagegen.runtime.launcher import default_kernels, find_kernels
 from pagegen.runtime.models import CausalLM, build_model
 from pagegen.runtime.models.config import ModelConfig
@@ -58,6 +59,7 @@ class Loaded:
         config = EngineConfig(
             dtype=self.model.dtype,
             max_model_len=MAX_MODEL_LEN,
+            kv_dtype=None if self.kernels.spec.kv_scale is None else self.kernels.spec.kv_dtype,
             deterministic=self.deterministic,
             **limits,  # type: ignore[arg-type]
         )
@@ -65,13 +67,13 @@ class Loaded:
 
 
 @functools.cache
-def tiny(dtype: DType, deterministic: bool) -> Loaded:
+def tiny(dtype: DType, deterministic: bool, kv_dtype: DType | None = None) -> Loaded:
     generator = torch.Generator().manual_seed(7)
     weights = {
         name: torch.randn(shape, generator=generator) * (1 if len(shape) == 1 else shape[-1] ** -0.5)
         for name, shape in TINY.weight_shapes().items()
     }
-    spec = TINY.kernel_spec(dtype, BLOCK_SIZE).replace(deterministic=deterministic)
+    spec = TINY.kernel_spec(dtype, BLOCK_SIZE).replace(deterministic=deterministic, kv_dtype=kv_dtype)
     return Loaded(build_model(TINY, weights, dtype, deterministic), default_kernels(spec))
 
 
@@ -277,6 +279,12 @@ def test_without_a_package_deterministic_kernels_are_built_and_named_in_one_line
 @pytest.mark.parametrize("dtype", [DType.FP32, DType.BF16])
 def test_deterministic_outputs_have_the_bits_of_each_alone(dtype: DType) -> None:
     assert_bits(Trial(tiny(dtype, True)), range(12))
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_with_a_quantised_cache_too(kv_dtype: DType) -> None:
+    """Copied, swapped and shared blocks keep their scales: else they would mean other numbers."""
+    assert_bits(Trial(tiny(DType.BF16, True, kv_dtype)), range(5))
 
 
 @pytest.mark.long

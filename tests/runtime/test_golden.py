@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,23 @@ def test_fp32_gives_transformers_tokens_and_logprobs(fp32: LLM) -> None:
         assert prompt == pytest.approx(case["prompt_token_logprobs"], abs=1e-3), case["name"]
         for entry, step in zip(output.logprobs, case["steps"], strict=True):
             assert dict(entry.top) == pytest.approx(dict(step["top5"]), abs=1e-3), case["name"]
+
+
+@pytest.mark.parametrize(("kv_dtype", "most"), [("int8", 0.05), ("fp8_e4m3", 0.2), ("fp8_e5m2", 0.4), ("int4", 1.0)])
+def test_a_quantised_cache_moves_logprobs_by_little(kv_dtype: str, most: float) -> None:
+    """Chunks of 16 tokens, so that nearly all of a prompt's tokens are read from the cache."""
+    spec = resolve_model("smollm2-135m").config.kernel_spec(DType.FP32).replace(kv_dtype=DType(kv_dtype))
+    llm = LLM(
+        "smollm2-135m", kernels=default_kernels(spec), dtype="fp32", kv_dtype=kv_dtype, num_blocks=64,
+        max_num_batched_tokens=16,
+    )  # fmt: skip
+    cases = max(CASES, key=lambda case: len(case["prompt_ids"])), CASES[0]
+    params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+    off = list[float]()
+    for case, output in zip(cases, llm.generate([case["prompt_ids"] for case in cases], params), strict=True):
+        found = [entry.logprob for entry in output.prompt_logprobs or ()]
+        off += [abs(a - b) for a, b in zip(found, case["prompt_token_logprobs"], strict=True)]
+    assert most / 20 < statistics.fmean(off) < most
 
 
 def test_a_chat_gives_the_references_prompt_and_answer(fp32: LLM) -> None:

@@ -29,19 +29,30 @@ def spec(layout: str = "NHD", kv_dtype: str | None = None, block_size: int = 3, 
     )
 
 
+def tensors(cache: KVCache) -> list[torch.Tensor]:
+    """All that lies in blocks: K and V, and the scales of tokens."""
+    scales = [scale for each in cache.scales if each for scale in (each.k_scale, each.v_scale) if scale.dim() > 1]
+    return [*itertools.chain(*cache.layers), *scales]
+
+
 def scrambled(kv_spec: KernelSpec, num_blocks: int) -> KVCache:
     cache, generator = KVCache(kv_spec, 2, num_blocks), torch.Generator().manual_seed(num_blocks)
-    for tensor in itertools.chain(*cache.layers):
-        tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    for tensor in tensors(cache):
+        tensor.copy_(30 * torch.randn(tensor.shape, generator=generator))
     return cache
 
 
 def contents(cache: KVCache) -> list[torch.Tensor]:
-    return [tensor.flatten(1).view(torch.uint8).clone() for tensor in itertools.chain(*cache.layers)]
+    return [tensor.flatten(1).view(torch.uint8).clone() for tensor in tensors(cache)]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("dtype", "kv_dtype"), [("fp32", None), ("bf16", None), ("fp32", "bf16"), ("fp16", None)])
+KINDS = [("fp32", None), ("bf16", None), ("fp32", "bf16"), ("fp16", None), ("bf16", "fp8_e4m3"), ("fp32", "int8"), ("bf16", "int4")]
+
+
+@pytest.mark.parametrize(
+    ("layout", "dtype", "kv_dtype"),
+    [(layout, *kind) for layout in LAYOUTS for kind in KINDS if kind[1] != "int4" or layout in ("NHD", "HND")],
+)
 def test_blocks_come_back_from_the_host_bit_for_bit_into_other_places(
     layout: str, dtype: str, kv_dtype: str | None
 ) -> None:
@@ -49,8 +60,8 @@ def test_blocks_come_back_from_the_host_bit_for_bit_into_other_places(
     host = KVCache(device.spec, 2, 3)
     before = contents(device)
     host.copy_from(device, [(5, 2), (0, 0), (6, 1)])
-    for tensor in itertools.chain(*device.layers):
-        tensor[[5, 0, 6, 1]] = 0
+    for tensor in tensors(device):
+        tensor.flatten(1).view(torch.uint8)[[5, 0, 6, 1]] = 0
     device.copy_from(host, [(1, 0), (2, 6), (0, 1)])
     for old, new in zip(before, contents(device), strict=True):
         assert torch.equal(new[[0, 6, 1]], old[[6, 5, 0]]) and torch.equal(new[[2, 3, 4]], old[[2, 3, 4]])
@@ -65,9 +76,18 @@ def test_moving_nothing_moves_nothing() -> None:
 
 
 def test_the_bytes_of_a_block_are_those_of_its_tensors() -> None:
-    for layout, kv_dtype in itertools.product(LAYOUTS, (None, "bf16")):
+    for layout, kv_dtype in [*itertools.product(LAYOUTS, (None, "bf16", "fp8_e5m2", "int8")), ("NHD", "int4")]:
         cache = KVCache(spec(layout, kv_dtype), 3, 5)
-        assert 5 * block_bytes(cache.spec, 3) == sum(tensor.nbytes for tensor in itertools.chain(*cache.layers))
+        assert 5 * block_bytes(cache.spec, 3) == sum(tensor.nbytes for tensor in tensors(cache))
+
+
+def test_a_block_that_is_copied_keeps_its_scales() -> None:
+    cache = scrambled(spec(kv_dtype="int8"), 4)
+    before = contents(cache)
+    cache.copy_blocks(ReferenceKernels(cache.spec), [(0, 2), (2, 3)])
+    assert len(before) == 8
+    for old, new in zip(before, contents(cache), strict=True):
+        assert torch.equal(new, old[[0, 1, 0, 0]])
 
 
 class ConcatCache:

@@ -1,18 +1,21 @@
 """Workloads say what is timed, and their tensors make a call find its KV cold and scattered."""
 
+import itertools
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pagegen.errors import ConfigError
 from pagegen.records import phase_of
-from pagegen.spec import DType, KernelSpec, Phase
+from pagegen.spec import DType, KernelSpec, Phase, parse_slug
 from pagegen.tuning.workload import Inputs, Point, Pool, Workload, cold_bytes
 
 SPEC = KernelSpec(q_heads=6, kv_heads=2, head_dim=16, dtype=DType.FP32, block_size=5)
+CACHES = ("HDN8", "NHD-kvfp8_e4m3", "NHD-kvint8", "NHD-kvint4")
 SEQUENCES = st.tuples(st.integers(1, 9), st.integers(0, 40)).map(lambda p: (p[0], p[0] + p[1]))
 
 
@@ -48,6 +51,28 @@ def test_copies_of_a_batch_share_no_block(sequences: list[tuple[int, int]], pool
     used = [block for table in inputs.block_tables for block in table.flatten().tolist() if block >= 0]
     assert len(used) == len(set(used)) and inputs.block_tables
     assert max(used) < inputs.pool.k_cache.shape[0]
+
+
+@pytest.mark.parametrize("slug", ["fp32-d16-h6x2-b5-NHD", *(f"bf16-d64-h9x3-b16-{word}" for word in CACHES)])
+def test_what_is_timed_looks_like_a_cache_in_use(slug: str) -> None:
+    """Values of a normal distribution, not zeros, which some processors multiply faster, and in every block; blocks in no
+    order, neither within a sequence nor from one to the next."""
+    spec = parse_slug(slug)[0]
+    point = Point.parse("4x1@700")
+    pool = Pool.for_points(spec, (point,), 1 << 21)
+    inputs = Inputs(pool, point)
+    for cache in (pool.k_cache, pool.v_cache):
+        items = cache.view(torch.uint8).reshape(len(cache), -1)
+        assert all(len(block.unique()) > 8 for block in items)
+        values = cache.float() if spec.cache_dtype is not DType.INT4 else (cache & 15).float() - 8
+        assert (values == 0).float().mean() < 0.15  # of int4 one value in sixteen at the least is the middle one
+        scale = values.std()
+        assert abs(float(values.mean())) < 0.1 * scale
+        assert float((values.abs() < scale).float().mean()) == pytest.approx(0.68, abs=0.1)
+    assert inputs.q.float().std() == pytest.approx(1.0, abs=0.2) and not (inputs.q == 0).all()
+    width = -(-700 // spec.block_size)
+    steps = [int(b) - int(a) for row in inputs.block_tables[0] for a, b in itertools.pairwise(row[:width])]
+    assert sum(step == 1 for step in steps) < len(steps) / 10 and min(steps) < 0 < max(steps)
 
 
 def test_every_caller_of_a_batch_takes_the_next_copy() -> None:

@@ -228,9 +228,9 @@ def install_package(path: Path) -> Path:
     return destination
 
 
-def find_package(spec: KernelSpec, target: Target) -> Path | None:
+def find_package(spec: KernelSpec, target: Target, *, any_block_size: bool = False) -> Path | None:
     """The newest package of the user's cache that was made for `spec` and `target` on this machine; a layout of `auto`
-    takes any. What cannot be read is passed over with a warning, and so are those of other hardware if none fits."""
+    takes any, and so does `any_block_size`. What cannot be read is passed over with a warning, and so are those of other hardware if none fits."""
     if not is_present(target):
         return None
     here = Fingerprint(hardware_fingerprint(target), {})
@@ -245,8 +245,11 @@ def find_package(spec: KernelSpec, target: Target) -> Path | None:
         except PagegenError as error:
             warnings.warn(f"passed over in the package cache: {error}", stacklevel=2)
             continue
-        same = found.replace(layout=None) == spec if spec.layout is None else found == spec
-        if same and manifest["target"] == target.name:
+        its = found.replace(
+            layout=None if spec.layout is None else found.layout,
+            block_size=spec.block_size if any_block_size else found.block_size,
+        )
+        if its == spec and manifest["target"] == target.name:
             apart = Fingerprint(manifest["fingerprint"]["hardware"], {}).differences(here)[0]
             if apart:
                 foreign.append(f"{path.name} was tuned on other hardware (there, here: {'; '.join(apart)})")

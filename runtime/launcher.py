@@ -18,6 +18,7 @@ from pagegen.runtime.weights.resolve import resolve_model
 from pagegen.spec import KernelSpec
 from pagegen.target import best_cpu
 
+BLOCK_SIZE = 16  # of the default kernels, unless another is asked for
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Launched:
@@ -33,19 +34,19 @@ def launch(
     model: str,
     kernels: PagedKernels | Path | None,
     config: EngineConfig,
-    block_size: int = 16,
+    block_size: int | None = None,
     *,
     recorder: Callable[[SchedulerEvent], None] | None = None,
 ) -> Launched:
     """Loads the model that a MODEL word names, on `kernels`, a package's folder, or what `find_kernels` finds.
 
-    Kernels come first: what does not fit is refused before any weight is read. `recorder` is the engine's. Raises
-    ModelError, PackageError, BuildError or ConfigError.
+    A `block_size` of None is that of what is found, else BLOCK_SIZE. Kernels come first: what does not fit is refused before
+    any weight is read. `recorder` is the engine's. Raises ModelError, PackageError, BuildError or ConfigError.
     """
     source = resolve_model(model)
     if kernels is None or isinstance(kernels, Path):
-        wanted = config.kernel_spec(source.config, block_size)
-        kernels, message = find_kernels(wanted, kernels)
+        wanted = config.kernel_spec(source.config, block_size or BLOCK_SIZE)
+        kernels, message = find_kernels(wanted, kernels, any_block_size=block_size is None)
     else:
         message = f"kernels of the caller, {kernels.spec.slug}"
     tokenizer = source.tokenizer()
@@ -54,19 +55,21 @@ def launch(
     return Launched(source.name, engine, tokenizer, message)
 
 
-def find_kernels(spec: KernelSpec, package: Path | None = None) -> tuple[PagedKernels, str]:
+def find_kernels(
+    spec: KernelSpec, package: Path | None = None, *, any_block_size: bool = False
+) -> tuple[PagedKernels, str]:
     """The kernels to run `spec` with, and one line that says which they are.
 
     A named package is taken or refused; without one, the newest of the user's package cache that fits the spec and this
-    machine, else the default config, built. The block size of a named package and the layout of any are its own choice:
-    the runtime follows `kernels.spec`, and a deterministic package serves a spec that does not ask for it. Raises
-    PackageError, BuildError, SpecError or ConfigError.
+    machine, else the default config, built. The layout of a package is its own choice, and so is the block size of a named
+    one, or with `any_block_size` of any: the runtime follows `kernels.spec`. A deterministic package serves a spec that does
+    not ask for it. Raises PackageError, BuildError, SpecError or ConfigError.
     """
     if package is not None:
         named = load_package(package)
         _require_fit(named, spec)
         return named, f"package {package}, {named.spec.slug} on {named.target.name}"
-    found = find_package(spec.replace(layout=None), best_cpu())
+    found = find_package(spec.replace(layout=None), best_cpu(), any_block_size=any_block_size)
     why = "looks for faster ones"
     if found is not None:
         try:

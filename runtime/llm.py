@@ -24,8 +24,8 @@ class LLM:
     """A model with an engine of its own.
 
     `model` is a MODEL word: a Hugging Face folder, a .gguf file, a short name or `dummy:NAME`. `kernels` is a kernel
-    package's folder, or any PagedKernels; None takes the user's cached package or builds the default config. The limits
-    are those of EngineConfig. Raises ModelError, PackageError, BuildError or ConfigError for what cannot be loaded.
+    package's folder, or any PagedKernels; None takes the user's cached package (of `block_size`, if one is given) or builds
+    the default config. The limits are those of EngineConfig. Raises ModelError, PackageError, BuildError or ConfigError for what cannot be loaded.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class LLM:
         kernels: PagedKernels | str | Path | None = None,
         dtype: str | DType = DType.BF16,
         kv_dtype: str | DType | None = None,
-        block_size: int = 16,
+        block_size: int | None = None,
         max_num_seqs: int = DEFAULT_MAX_NUM_SEQS,
         max_num_batched_tokens: int | None = None,
         max_model_len: int | None = None,

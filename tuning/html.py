@@ -11,6 +11,8 @@ from typing import Any
 from pagegen.paths import write_atomic
 from pagegen.records import Evaluation, Status
 from pagegen.render import environment
+from pagegen.tuning.cotune import RECORD as COTUNED
+from pagegen.tuning.cotune import read_cotuned
 from pagegen.tuning.importance import importances
 from pagegen.tuning.record import Record, read_record
 from pagegen.tuning.report import roofline_svg
@@ -21,7 +23,12 @@ Trials = Sequence[tuple[int, Evaluation]]
 
 
 def write_html(folder: Path) -> Path:
-    """Writes `folder`/report.html from tune.json and the trials, and returns it. Raises ConfigError for a bad record."""
+    """Writes `folder`/report.html from tune.json and the trials, or from cotune.json, and returns it.
+
+    Raises ConfigError for a bad record.
+    """
+    if (folder / COTUNED).is_file():
+        return _write_cotuned(folder)
     record, document = read_record(folder)
     phases = {
         phase.value: {
@@ -37,6 +44,17 @@ def write_html(folder: Path) -> Path:
         document=document, phases=phases, roofline=_roofline(record, document), facts=_facts(facts)
     )
     write_atomic(folder / NAME, text)
+    return folder / NAME
+
+
+def _write_cotuned(folder: Path) -> Path:
+    document = read_cotuned(folder)
+    pairs, fastest = document["pairs"], min(pair["step"]["median"] for pair in document["pairs"])
+    dots = [(100 * pair["wasted"], pair["step"]["median"] / fastest, pair["name"]) for pair in pairs]
+    line = sorted((x, y) for (x, y, _), pair in zip(dots, pairs, strict=True) if pair["front"])
+    front = _plot(dots, line, WIDTH, HEIGHT, "memory wasted, %", {})
+    template = environment().overlay(autoescape=True).get_template("report/cotune.html.jinja")
+    write_atomic(folder / NAME, template.render(document=document, front=front, facts=_facts(document["environment"])))
     return folder / NAME
 
 

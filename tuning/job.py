@@ -49,7 +49,7 @@ class TuneResult:
     """The outcome, and where it lies. `document` is the JSON record."""
 
     package: Path
-    installed: Path
+    installed: Path | None
     report: Path
     winners: tuple[Winner, ...]
     rows: tuple[Row, ...]
@@ -75,10 +75,12 @@ def tune(
     out: Path | str | None = None,
     seed: int = 0,
     shortlist: Path | str | None = None,
+    install: bool = True,
     watch: Callable[[Progress], None] | None = None,
     say: Callable[[str], None] | None = None,
 ) -> TuneResult:
-    """Tunes `attend` for a spec (or slug) on this machine and installs the package for `generate`, `chat` and `serve`.
+    """Tunes `attend` for a spec (or slug) on this machine and, if told to `install` it, puts the package where `generate`,
+    `chat` and `serve` find it. A layout of `auto` is for `cotune`.
 
     `workload` names a preset, or a file of batches; the phases that it has are tuned, or `phase` alone. A deterministic
     spec has one config for all batches: that of `phase`, or of mixed ones where the workload has any. `trials` counts
@@ -153,8 +155,8 @@ def tune(
     decided = decide(record)
     document = {**facts, **decided.document}
     package = _write_package(folder / "package", spec, where, evaluator.default, decided, document)
-    installed = install_package(package)
-    places = {"package": str(package), "installed": str(installed), "report": str(folder / "report.md")}
+    installed = install_package(package) if install else None
+    places = {"package": str(package), "installed": str(installed) if installed else None, "report": str(folder / "report.md")}
     document |= places
     write_record(folder, record, {**decided.document, **places})
     report = write_report(folder, document, decided.rows, decided.conditions)

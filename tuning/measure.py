@@ -176,21 +176,27 @@ def _warm_up(call: Call, timed: Stopwatch) -> float:
 
 
 def geomean_of_medians(groups: Sequence[Sequence[float]], weights: Sequence[float], seed: int = 0) -> Interval:
-    """Weighted geometric mean of each group's median, with its percentile bootstrap interval (Efron 1979).
+    """Weighted geometric mean of each group's median, with its interval, as `mean_of_medians`. All values must be positive."""
+    found = mean_of_medians([list(map(math.log, group)) for group in groups], weights, seed)
+    return Interval(math.exp(found.median), math.exp(found.low), math.exp(found.high))
 
-    Groups are resampled one by one, as they were measured. All values must be positive.
+
+def mean_of_medians(groups: Sequence[Sequence[float]], weights: Sequence[float], seed: int = 0) -> Interval:
+    """Weighted mean of each group's median, with its percentile bootstrap interval (Efron 1979).
+
+    Groups are resampled one by one, as they were measured.
     """
     generator, total = random.Random(seed), sum(weights)
     estimate, resampled = 0.0, [0.0] * RESAMPLES
     for group, weight in zip(groups, weights, strict=True):
-        values, share = sorted(map(math.log, group)), weight / total
+        values, share = sorted(group), weight / total
         estimate += share * statistics.median(values)
         for i in range(RESAMPLES):
             resampled[i] += share * _resampled_median(values, generator)
     resampled.sort()
     tail = round((1 - CONFIDENCE) / 2 * (RESAMPLES - 1))
     low, high = resampled[tail], resampled[-1 - tail]
-    return Interval(math.exp(estimate), math.exp(min(low, estimate)), math.exp(max(high, estimate)))
+    return Interval(estimate, min(low, estimate), max(high, estimate))
 
 
 def _resampled_median(values: Sequence[float], generator: random.Random) -> float:

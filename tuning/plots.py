@@ -9,20 +9,29 @@ from typing import TYPE_CHECKING, Any
 
 from pagegen.plotting import save
 from pagegen.records import Evaluation, Status
+from pagegen.tuning.cotune import RECORD as COTUNED
+from pagegen.tuning.cotune import read_cotuned
 from pagegen.tuning.record import Record, read_record
 from pagegen.tuning.roofline import Roofline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-ROOFLINE, HISTORY = "roofline.png", "history.png"
+ROOFLINE, HISTORY, FRONT = "roofline.png", "history.png", "front.png"
 MARKERS = "osD^vP"
 
 
 def write_plots(folder: Path) -> list[Path]:
-    """Writes `folder`/history.png, and roofline.png where the machine's limits were measured. Raises ConfigError."""
+    """Writes `folder`/history.png, and roofline.png where the machine's limits were measured; or front.png, where block size
+    and layout were chosen. Raises ConfigError.
+    """
     from matplotlib.figure import Figure
 
+    if (folder / COTUNED).is_file():
+        figure = Figure(figsize=(8, 4), dpi=120, layout="constrained")
+        _front(figure.subplots(), read_cotuned(folder))
+        save(figure, folder / FRONT)
+        return [folder / FRONT]
     record, document = read_record(folder)
     figure = Figure(figsize=(8, 1 + 2.2 * len(record.trials)), dpi=120, layout="constrained")
     for axes, (phase, trials) in zip(figure.subplots(len(record.trials), squeeze=False)[:, 0], record.trials.items(), strict=True):
@@ -59,6 +68,21 @@ def _history(axes: Axes, phase: str, trials: Sequence[tuple[int, Evaluation]]) -
     axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
     axes.set_xlabel("trial")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def _front(axes: Axes, document: dict[str, Any]) -> None:
+    """Every pair of block size and layout by what it wastes and what a step takes; a line along the Pareto front."""
+    pairs = sorted(document["pairs"], key=lambda pair: (pair["wasted"], pair["step"]["median"]))
+    for pair in pairs:
+        x, step = 100 * pair["wasted"], {name: 1e6 * value for name, value in pair["step"].items()}
+        spread = [[step["median"] - step["low"]], [step["high"] - step["median"]]]
+        axes.errorbar([x], [step["median"]], yerr=spread, fmt="s" if pair["name"] == document["chosen"] else "o", color="#1f77b4")
+        axes.annotate(pair["name"], (x, step["median"]), textcoords="offset points", xytext=(6, 4), fontsize="small")
+    front = [(100 * pair["wasted"], 1e6 * pair["step"]["median"]) for pair in pairs if pair["front"]]
+    axes.plot(*zip(*front, strict=True), color="#d62728", linewidth=1, label="Pareto front")
+    axes.set(xlabel="memory of blocks that holds no token, %", ylabel="expected step of a layer, us")
+    axes.set_title(f"chosen: {document['chosen']} (square)", fontsize="medium")
+    axes.legend(fontsize="small", frameon=False)
 
 
 def _roofline(axes: Axes, record: Record, limits: Roofline, document: dict[str, Any]) -> None:

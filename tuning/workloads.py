@@ -95,7 +95,7 @@ def select_phases(word: str | None, spec: KernelSpec, phase: Phase | None) -> Se
     Raises ConfigError, or SpecError for a layout of `auto`.
     """
     if spec.layout is None:
-        raise SpecError("layout is `auto`, and one layout is tuned at a time; set --layout NHD, or another by its name")
+        raise SpecError("layout is `auto`, which only `pagegen tune SPEC --workload W` chooses; set --layout NHD, or another by its name")
     selection = select(word, spec)
     if spec.deterministic:
         phase = phase or max(selection.workloads, key=list(Phase).index)

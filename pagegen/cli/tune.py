@@ -142,6 +142,24 @@ def command(
         Path | None,
         typer.Option("--shortlist", metavar="FILE", parser=as_path, help="Try first what --static wrote here.", show_default=False),
     ] = None,
+    block_sizes: Annotated[
+        str | None,
+        typer.Option(
+            "--block-sizes",
+            metavar="N,N",
+            help="Block sizes to choose from, where the layout is auto; default: 16,32,64 and the spec's.",
+            show_default=False,
+        ),
+    ] = None,
+    layouts: Annotated[
+        str | None,
+        typer.Option(
+            "--layouts",
+            metavar="L,L",
+            help="Layouts to choose from, where the layout is auto; default: NHD,HND,HDN8.",
+            show_default=False,
+        ),
+    ] = None,
     json: JsonOption = False,
 ) -> None:
     """Find the fastest correct config for this machine and package it.
@@ -153,6 +171,9 @@ def command(
 
     With --static nothing is measured: candidates are compiled for the target, present or not, those of no use are left
     out, and a model ranks the others into a shortlist, which --shortlist has tried first where the target is.
+
+    With a layout of auto and a --workload, made from a trace, every pair of --block-sizes and --layouts is tuned by itself
+    (--trials each), and all are timed side by side: the pair is chosen whose step times memory a token is least.
 
     Several processes, on any number of machines of one kind, share a study over --storage: this command opens it, and
     `pagegen tune --join STUDY --storage URL` takes part. A trial of one that died is tried again by another.
@@ -175,6 +196,17 @@ def command(
         return print_json(document) if json else show_static(document)
     from pagegen.tuning.job import TRIALS, tune
 
+    if found.layout is None:
+        from pagegen.cli._cotune import run_cotune, show_cotune
+
+        if storage is not None or study is not None or shortlist is not None:
+            raise ConfigError("--storage, --study and --shortlist are for one layout; set --layout NHD, or leave them out")
+        each = {"trials": trials or TRIALS, "sampler": sampler, "roofline_share": roofline_share, "patience": patience}
+        where = {"target": target, "phase": phase, "budget": budget, "out": out, "seed": seed}
+        document = run_cotune(found, workload, block_sizes, layouts, **each, **where, warm_start=warm_start, workers=workers)
+        return print_json(document) if json else show_cotune(document, Path(document["report"]))
+    if block_sizes is not None or layouts is not None:
+        raise ConfigError("--block-sizes and --layouts are for a layout of auto; set --layout auto, or leave them out")
     trials = TRIALS if trials is None else trials
     best: dict[str, float] = {}
     with progress(f"tuning {found.slug}", trials) as advance:

@@ -370,10 +370,13 @@ def test_an_installed_package_is_found_by_its_spec_target_and_hardware(package: 
     assert tree(installed).keys() == {str(installed) + path.removeprefix(str(package)) for path in tree(package)}
     assert find_package(SPEC, HERE) == find_package(SPEC.replace(layout=None), HERE) == installed
     assert find_package(SPEC.replace(block_size=7), HERE) is None
+    assert find_package(SPEC.replace(block_size=7), HERE, any_block_size=True) == installed
+    assert find_package(SPEC.replace(block_size=7, q_heads=8), HERE, any_block_size=True) is None
     assert find_package(SPEC, parse_target("cpu:scalar")) is None
     assert find_package(SPEC, parse_target("hip:gfx942")) is None
     edit_manifest(installed, lambda manifest: manifest["fingerprint"]["hardware"].update(device="another"))
-    assert find_package(SPEC, HERE) is None
+    with pytest.warns(UserWarning, match="tuned on other hardware"):
+        assert find_package(SPEC, HERE) is None
 
 
 @pytest.mark.usefixtures("empty_cache")

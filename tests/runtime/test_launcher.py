@@ -12,6 +12,7 @@ from pagegen.reference import ReferenceKernels
 from pagegen.runtime import launcher
 from pagegen.runtime.engine import EngineConfig
 from pagegen.runtime.launcher import find_kernels, launch
+from pagegen.runtime.weights.resolve import resolve_model
 from pagegen.spec import DType, KernelSpec, KVLayout, parse_slug
 from pagegen.target import Target, parse_target
 
@@ -28,7 +29,7 @@ def package(spec: KernelSpec, target: str = "cpu:scalar") -> KernelPackage:
 @pytest.fixture(autouse=True)
 def nothing_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher, "default_kernels", ReferenceKernels)
-    monkeypatch.setattr(launcher, "find_package", lambda spec, target: None)
+    monkeypatch.setattr(launcher, "find_package", lambda spec, target, **_: None)
 
 
 def loads(found: KernelPackage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,9 +99,11 @@ def test_a_gpu_package_is_refused_by_the_cpu_runtime(monkeypatch: pytest.MonkeyP
 
 def test_the_cache_is_asked_for_any_layout_on_this_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[KernelSpec] = []
+    freely: list[bool] = []
 
-    def find(spec: KernelSpec, target: Target) -> Path:
+    def find(spec: KernelSpec, target: Target, *, any_block_size: bool) -> Path:
         asked.append(spec)
+        freely.append(any_block_size)
         return Path("cache/tuned")
 
     monkeypatch.setattr(launcher, "find_package", find)
@@ -108,13 +111,19 @@ def test_the_cache_is_asked_for_any_layout_on_this_cpu(monkeypatch: pytest.Monke
     kernels, message = find_kernels(SPEC)
     assert [spec.slug for spec in asked] == ["fp32-d16-h6x2-b16-auto"]
     assert kernels.spec.kv_layout.name == "HND" and message.startswith("package tuned of the cache")
+    config = EngineConfig(dtype=DType.FP32, num_blocks=8)
+    tiny = resolve_model("dummy:tiny").config.kernel_spec(DType.FP32)
+    loads(package(tiny), monkeypatch)
+    for block_size in (None, tiny.block_size):
+        launch("dummy:tiny", None, config, block_size)
+    assert freely == [False, True, False]  # a block size that nobody named is the package's to choose
 
 
 def test_a_cached_package_that_does_not_load_is_not_in_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: Path) -> None:
         raise PackageError("attend_0.so is not what the manifest says")
 
-    monkeypatch.setattr(launcher, "find_package", lambda spec, target: Path("made-up"))
+    monkeypatch.setattr(launcher, "find_package", lambda spec, target, **_: Path("made-up"))
     monkeypatch.setattr(launcher, "load_package", refuse)
     kernels, message = launcher.find_kernels(SPEC)
     assert kernels.spec == SPEC

@@ -26,7 +26,7 @@ import yaml
 import pagegen
 from pagegen.build import build
 from pagegen.catalog import template_for, variant
-from pagegen.check import check_variant
+from pagegen.check import CheckReport, check_variant
 from pagegen.errors import BuildError, CheckError, PagegenError, RenderError
 from pagegen.kernel import Attend
 from pagegen.loader import fingerprint
@@ -49,6 +49,7 @@ MAX_KV_BYTES = 64 << 20  # of one call: larger batches of a preset are left out
 POINT_SECONDS = 0.08  # of interleaved rounds a point, candidate and anchor together
 STARTUP_TIMEOUT = 120.0  # seconds until the timing process has torch and a filled cache
 POINT_TIMEOUT = 30.0  # seconds beyond those asked for, a point
+GATE_TIMEOUT = 300.0  # seconds of the gate on a device, which compiles a kernel for each kind of batch
 CANDIDATE, DEFAULT = "candidate", "default"
 # Threads stay on their cores, and torch's own tensors lie in 2 MiB pages like the KV; what the user has set stands.
 PINNED = {"OMP_PROC_BIND": "close", "OMP_PLACES": "cores", "THP_MEM_ALLOC_ENABLE": "1"}
@@ -91,6 +92,11 @@ class _Request:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class _GateRequest:
+    config: Config
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class _Failed:
     """The timing process's last words: what a call of a candidate raised."""
 
@@ -122,15 +128,28 @@ class Timer:
 
         Raises TimerDied if a candidate took the process with it; PagegenError for what it refuses.
         """
+        answer = self._ask(_Request(configs, anchor, point, seconds, with_sdpa, warm), seconds + POINT_TIMEOUT)
+        assert isinstance(answer, Measurement)
+        return answer
+
+    def gate(self, config: Config) -> CheckReport:
+        """The gate of `attend` with a config, for kernels that run in the process that judges them.
+
+        Raises TimerDied if a candidate took the process with it; PagegenError for what it refuses.
+        """
+        answer = self._ask(_GateRequest(config), GATE_TIMEOUT)
+        assert isinstance(answer, CheckReport)
+        return answer
+
+    def _ask(self, request: _Request | _GateRequest, timeout: float) -> object:
         connection = self.start()
-        connection.send(_Request(configs, anchor, point, seconds, with_sdpa, warm))
-        answer = self._receive(connection, seconds + POINT_TIMEOUT)
+        connection.send(request)
+        answer = self._receive(connection, timeout)
         if isinstance(answer, PagegenError):
             raise answer
         if isinstance(answer, _Failed):
             self.close()
             raise TimerDied(Status.RUN_ERROR, answer.reason)
-        assert isinstance(answer, Measurement)
         return answer
 
     def start(self) -> Connection:
@@ -195,7 +214,10 @@ def serve(handle: int) -> None:
         while True:
             request = connection.recv()
             try:
-                connection.send(_answer(request, pool, target, kernels))
+                if isinstance(request, _GateRequest):
+                    connection.send(check_variant(render(variant(Op.ATTEND, setup.spec, target, request.config))))
+                else:
+                    connection.send(_answer(request, pool, target, kernels))
             except PagegenError as error:
                 connection.send(type(error)(str(error)))
             except Exception as error:  # noqa: BLE001 - a device may be of no use after it: the next candidate gets a process of its own
@@ -314,16 +336,23 @@ class Evaluator:
         self._waited = True
 
     def _gated(self, config: Config) -> tuple[Evaluation | None, float]:
-        """None if it passes; and the gate's seconds."""
+        """None if it passes; and the gate's seconds.
+
+        A CPU's candidate runs in a driver of its own, a GPU's in the timing process: never in this one, which it might spoil.
+        """
         values = config.to_dict()
-        disturbing = working(say=self._say_once) if self.target.kind == "cpu" else contextlib.nullcontext()
         try:
-            with disturbing:
-                report = check_variant(render(variant(Op.ATTEND, self.spec, self.target, config)))
+            if self.target.kind == "cpu":
+                with working(say=self._say_once):
+                    report = check_variant(render(variant(Op.ATTEND, self.spec, self.target, config)))
+            else:
+                report = self._timer.gate(config)
         except (BuildError, RenderError) as error:
             if config == self.default:
                 raise
             return Evaluation(Status.BUILD_ERROR, values, str(error)), 0.0
+        except TimerDied as error:
+            return Evaluation(error.status, values, f"gate: {error}"), 0.0
         return None if report.passed else Evaluation(report.status, values, report.reason), report.seconds
 
     def _timed(self, phase: Phase, config: Config, judge: Judge) -> Evaluation:

@@ -13,16 +13,24 @@ from typing import Any
 import pytest
 
 from pagegen.build import build
+from pagegen.check import CheckReport
 from pagegen.render import Source
 from pagegen.tuning import evaluate
 
 
 def plant(how: str) -> None:
-    """In the timing process: what is built with tile_kv=16 ends `how` when it is called."""
+    """In the timing process: what is built with tile_kv=16 ends `how` when it is called, or judged; other things pass."""
     def planted(source: Source) -> Any:
         return _ENDS[how] if source.variant.config.to_dict()["tile_kv"] == 16 else build(source)
 
-    pytest.MonkeyPatch().setattr(evaluate, "build", planted)
+    def judged(source: Source, *_: object) -> Any:
+        if source.variant.config.to_dict()["tile_kv"] == 16:
+            _ENDS[how]()
+        return CheckReport.of(1, [])
+
+    patch = pytest.MonkeyPatch()  # for the process's life
+    patch.setattr(evaluate, "build", planted)
+    patch.setattr(evaluate, "check_variant", judged)
 
 
 def before_the_timer(patch: pytest.MonkeyPatch, code: str) -> None:

@@ -99,6 +99,7 @@ ANSWERS: dict[str, tuple[str, ...]] = {
     ),
     "F07 a clock that reads zero, configs that fail (triton PRs 6868, 8948, 1208, 8059; issue 6803)": (
         f"{HERE}.test_f07_a_candidate_that_takes_its_process_down_does_not_spoil_the_next",
+        f"{HERE}.test_f07_a_kernel_of_a_gpu_is_judged_where_it_can_spoil_nobody",
         f"{HERE}.test_f07_where_all_fail_there_is_one_error_and_nothing_is_written",
         "tuning.test_measure.test_a_broken_clock_is_refused_not_divided_by",
         "tuning.test_evaluate.test_a_broken_clock_is_a_run_error",
@@ -416,6 +417,18 @@ def test_f07_a_candidate_that_takes_its_process_down_does_not_spoil_the_next(
         failed = evaluator.evaluate(Phase.DECODE, CONFIGS.config({"tile_kv": 16}))
         assert failed.status is Status.RUN_ERROR and said in failed.reason and failed.score is None
         assert evaluator.evaluate(Phase.DECODE, CONFIGS.default).status is Status.PASSED
+
+
+@pytest.mark.parametrize(("how", "said"), [("MemoryError", "MemoryError: out of resources"), ("segfault", "SIGSEGV")])
+def test_f07_a_kernel_of_a_gpu_is_judged_where_it_can_spoil_nobody(how: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if for a GPU, whose kernels run in the process that judges them: the next one gets a process of its own."""
+    before_the_timer(monkeypatch, f"from tests.tuning.faulty import plant; plant({how!r})")
+    monkeypatch.setattr(evaluate, "check_variant", lambda source: pytest.fail("judged in the tuner's process"))
+    with Evaluator(SPEC, best_cpu(), {Phase.DECODE: DECODE}) as evaluator:
+        evaluator.target = dataclasses.replace(best_cpu(), kind="cuda")
+        failed, _ = evaluator._gated(CONFIGS.config({"tile_kv": 16}))
+        assert failed and failed.status is Status.RUN_ERROR and failed.reason.startswith("gate: ") and said in failed.reason
+        assert evaluator._gated(CONFIGS.default)[0] is None
 
 
 def test_f07_where_all_fail_there_is_one_error_and_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -415,4 +415,6 @@ def test_eight_processes_open_one_new_storage_at_once(tmp_path: Path, kind: str)
     assert len(begun) == len(set(begun)) == 40
     study = BucketStudy(open_storage(url, tmp_path), "fake", SPACE, {}, total=40)
     assert len(study.evaluations) == 40 and study.lost == 0
+    assert [trial.number for trial in study._study.get_trials()] == list(range(len(study._study.trials)))
+    assert study.ranked()[0].score == min(found.score for _, found in study.evaluations if found.score is not None)
     study.close()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 import uuid
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import islice
 
@@ -45,7 +47,8 @@ logger = logging.getLogger(__name__)
 class Engine:
     """Serves one model. Not thread-safe: one thread owns it, as the server's worker does.
 
-    `recorder` is told all that the scheduler is told. Raises KernelError if the kernels are not for this model,
+    `recorder` is told all that the scheduler is told. `seconds` adds up where the time of steps went: schedule, move,
+    batch, model, sample, record. Raises KernelError if the kernels are not for this model,
     ConfigError if the limits do not fit it.
     """
 
@@ -88,6 +91,8 @@ class Engine:
             recorder=recorder,
         )
         self.peak = MemoryPeak()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self._lapped = 0.0
         self._eos_token_ids = frozenset(model.config.eos_token_ids) | frozenset(
             tokenizer.eos_token_ids if tokenizer else ()
         )
@@ -169,7 +174,9 @@ class Engine:
         A request whose own logits are unusable ends with `error`. If the whole iteration fails, every request in it
         does: it cannot be told whose fault it is, and the others go on.
         """
+        self._lapped = time.perf_counter()
         scheduled = self.scheduler.schedule()
+        self._lap("schedule")
         if not scheduled.rows:
             return self._outputs({})
         self._num_steps += 1
@@ -182,7 +189,9 @@ class Engine:
             logger.exception("an iteration over %d sequences failed", len(scheduled.rows))
             self._fail(scheduled, f"the iteration failed: {error}")
             outcomes = [()] * len(scheduled.rows)
-        return self._record(scheduled, outcomes)
+        outputs = self._record(scheduled, outcomes)
+        self._lap("record")
+        return outputs
 
     def stats(self) -> EngineStats:
         scheduler, used, size = self.scheduler, self.memory.num_used_blocks, self.kv_cache.block_bytes
@@ -221,12 +230,22 @@ class Engine:
         with torch.inference_mode():
             for transfer in scheduled.transfers:
                 self._move(transfer)
+            self._lap("move")
             batch = Batch.from_scheduled(scheduled, self.memory)
+            self._lap("batch")
             logits = self.model.forward(batch, self.kv_cache, self.kernels)
+            self._lap("model")
             completed = [row for row in scheduled.rows if row.completes]
             self._score_prompts(scheduled, logits[len(completed) :])
             chosen = iter(self._choose(completed, logits[: len(completed)]))
+            self._lap("sample")
             return [next(chosen) if row.completes else () for row in scheduled.rows]
+
+    def _lap(self, phase: str) -> None:
+        """What has passed since the last lap was this phase of a step."""
+        now = time.perf_counter()
+        self.seconds[phase] += now - self._lapped
+        self._lapped = now
 
     def _move(self, transfer: Transfer) -> None:
         match transfer.kind:

@@ -41,6 +41,7 @@ ALLOWED_PLACES = {
         f"tuning/{name}.py" for name in ("importance", "joining", "lease", "sampling", "storage", "study")
     },
     "triton": {"build/triton.py"},
+    "httpx": {"runtime/load/client.py"},
     "matplotlib": {"runtime/simulation/plot.py", "tuning/plots.py"},
 }
 

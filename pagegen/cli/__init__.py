@@ -48,7 +48,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("serve", "serve", "Serve a model over HTTP with the OpenAI API."),
     Command("tune", "tune", "Find the fastest correct config by measuring, and package it."),
     Command("report", "report", "Write a tuning run's record as one HTML page."),
-    Command("bench", "bench", "Time a kernel package against its default and torch."),
+    Command("bench", "bench", "Time a kernel package, an engine, or a server under load."),
     Command("plan", "plan", "Say what fits: weights, KV blocks, sequences."),
     Command("simulate", "simulate", "Run scheduler and memory policies in virtual time."),
     Command("paper", "paper", "Reproduce a figure of the Orca or vLLM paper, and compare."),

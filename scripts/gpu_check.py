@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import dataclasses
+import functools
 import json
 import os
 import platform
@@ -20,8 +22,10 @@ import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +51,8 @@ from gpu_peers import PEERS
 FORMAT = 2
 GRACE = 15.0  # seconds beyond its share that a part's last piece of work gets
 ROUNDS = 30
+CORES = os.cpu_count() or 1
+LANES = 4  # processes that judge kernels side by side: most of it is compiling
 LAYERS = 8  # of the decode step that is replayed as a graph
 CLOSE = 0.05  # a peer's numbers differ from ours by less
 DONE, NO_TIME, AGAIN = 0, 3, 4  # exit status of a part's process: all, up to here, or: start again behind this
@@ -211,13 +217,14 @@ def graphs(run: Run, slug: str, name: str) -> Iterator[dict[str, Any]]:
     inputs = run.inputs(spec, name)
     attend, write_kv = (run.load(render(variant(op, spec, run.target))) for op in (Op.ATTEND, Op.WRITE_KV))
     pool, table, device = inputs.pool, inputs.block_tables[0], inputs.q.device
+    layers = 2 if run.dry else LAYERS
     last = inputs.context_lens.long() - 1
     blocks = table.long().gather(1, (last // spec.block_size)[:, None])[:, 0]
     slots = blocks * spec.block_size + last % spec.block_size
     k, v = (torch.randn(len(slots), spec.kv_heads, dim, device=device).to(inputs.q.dtype) for dim in (spec.head_dim, spec.dim_v))
 
     def step() -> None:
-        for _ in range(LAYERS):
+        for _ in range(layers):
             write_kv(k, v, pool.k_cache, pool.v_cache, slots)
             inputs.run(attend, table)
 
@@ -231,7 +238,7 @@ def graphs(run: Run, slug: str, name: str) -> Iterator[dict[str, Any]]:
     same = torch.equal(replayed, inputs.out)
     seconds = {word: _host_time(call, 3 if run.dry else ROUNDS, device) for word, call in (("calls", step), ("replay", replay))}
     failures = [] if same else [{"message": "the replayed step gives other numbers than its calls"}]
-    yield {"point": name, "layers": LAYERS, "stand_in": run.dry, "step_seconds": seconds, "failures": failures}
+    yield {"point": name, "layers": layers, "stand_in": run.dry, "step_seconds": seconds, "failures": failures}
 
 
 def _captured(step: Callable[[], None]) -> Callable[[], None]:
@@ -268,7 +275,7 @@ def tuning(run: Run, slug: str) -> Iterator[dict[str, Any]]:
 
     (spec, phase), folder = parse_slug(slug), run.out / "tuning" / slug
     selection = select_phases(None, spec, phase)
-    options = {"trials": 2, "workers": 1} if run.dry else {"trials": CANDIDATES, "workers": os.cpu_count() or 1}
+    options = {"trials": 2, "workers": 1} if run.dry else {"trials": CANDIDATES, "workers": CORES}
     judged = tune_static(spec, run.target, selection, folder / "static", budget=run.left / 3, **options)
     (found,) = judged["phases"].values()
     path = Path(judged["shortlist"])
@@ -343,12 +350,15 @@ def _wall_clock(call: Callable[[], None]) -> float:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Part:
-    """`share` is in seconds; what a part leaves of it is the next ones'. A piece of work is given to `work` as words."""
+    """`share` is in seconds; what a part leaves of it is the next ones'. A piece of work is given to `work` as words; what is
+    not timed may go in several lanes.
+    """
 
     share: float
     work: Callable[..., Iterator[dict[str, Any]]]
     pieces: Sequence[tuple[str, ...]]
     dry: Sequence[tuple[str, ...]]
+    lanes: int = 1
 
 
 def _batches(timed: Mapping[str, Sequence[str]]) -> list[tuple[str, str]]:
@@ -361,21 +371,23 @@ def _ops(slugs: Sequence[str]) -> list[tuple[str, str]]:
 
 FIRST = CHECKED[0]
 PARTS = {
-    "correctness": Part(150, correctness, _ops(CHECKED), _ops(DRY_CHECKED)),
-    "resources": Part(30, resources, [(s,) for s in TIMED], [(s,) for s in DRY_TIMED]),
+    "correctness": Part(150, correctness, _ops(CHECKED), _ops(DRY_CHECKED), LANES),
+    "resources": Part(30, resources, [(s,) for s in TIMED], [(s,) for s in DRY_TIMED], LANES),
     "timings": Part(80, timings, _batches(TIMED), _batches(DRY_TIMED)),
-    "peers": Part(80, peers, [(FIRST, name) for name in PEER_TIMED], _batches(DRY_TIMED)),
+    "peers": Part(80, peers, [(FIRST, name) for name in PEER_TIMED], _batches(DRY_TIMED)[:1]),
     "graphs": Part(40, graphs, [(FIRST, name) for name in GRAPHED], _batches(DRY_TIMED)[:1]),
     "tuning": Part(130, tuning, [(s,) for s in TUNED], [(s,) for s in DRY_TUNED]),
 }  # 510 s; scripts/gpu_check.sh ends everything at 540
 
 
-def serve(name: str, out: Path, dry: bool, first: int, seconds: float) -> int:
-    """A part's process: its pieces of work from number `first` on, a line of JSON a record; the exit status says how it ended."""
+def serve(name: str, out: Path, dry: bool, first: int, step: int, seconds: float) -> int:
+    """A part's process: every `step`th piece of work from number `first` on, a line of JSON a record; the exit status says
+    how it ended."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a kernel that hangs must not outlive the check
     part = PARTS[name]
     pieces = part.dry if dry else part.pieces
-    with started(dry, out, seconds) as run, (out / f"{name}.jsonl").open("a") as file:
-        for number in range(first, len(pieces)):
+    with started(dry, out, seconds) as run, _lines_of(out, name, first % step).open("a") as file:
+        for number in range(first, len(pieces), step):
             if run.left <= 0:
                 return NO_TIME
             words = pieces[number]
@@ -391,6 +403,10 @@ def serve(name: str, out: Path, dry: bool, first: int, seconds: float) -> int:
                 if not isinstance(error, PagegenError):  # the device may be of no use to this process any more
                     return AGAIN
     return DONE
+
+
+def _lines_of(out: Path, name: str, lane: int) -> Path:
+    return out / f"{name}.{lane}.jsonl"
 
 
 def _note(file: Any, value: dict[str, Any]) -> None:
@@ -411,20 +427,23 @@ class Check:
             "parts": {},
         }
         self._lost: dict[str, dict[int, str]] = {name: {} for name in PARTS}  # pieces that took their process down, and how
+        self._kept: dict[str, tuple[Any, bool]] = {}  # what of each part is in the file
+        self._lock = threading.Lock()  # lanes are threads
 
     def run(self) -> bool:
         """Whether every part came to its end and nothing failed."""
         end = self.begin
         for name, part in PARTS.items():
             end += part.share
-            (self.out / f"{name}.jsonl").unlink(missing_ok=True)
-            begin = time.monotonic()
+            for old in self.out.glob(f"{name}.*.jsonl"):
+                old.unlink()
+            begin, lanes = time.monotonic(), max(1, min(part.lanes, CORES // 4))
             print(f"{begin - self.begin:5.0f} s  {name}", flush=True)
-            complete = self._run_part(name, end)
+            with ThreadPoolExecutor(lanes) as pool:
+                complete = all(pool.map(functools.partial(self._run_lane, name, end, lanes), range(lanes)))
             its = {"share": part.share, "seconds": round(time.monotonic() - begin, 1), "complete": complete}
             self.record["parts"][name] = its
-            self.record[name] = self._rows(name)
-            self._write()
+            self._keep(name)
         rows = [row for name in PARTS for row in self.record[name]]
         self.record["complete"] = all(part["complete"] for part in self.record["parts"].values())
         self.record["passed"] = self.record["complete"] and not any(row["failures"] for row in rows)
@@ -432,22 +451,22 @@ class Check:
         self._write()
         return bool(self.record["passed"])
 
-    def _run_part(self, name: str, end: float) -> bool:
-        """Whether all its pieces of work were done before `end`, by time.monotonic()."""
-        first = 0
+    def _run_lane(self, name: str, end: float, lanes: int, lane: int) -> bool:
+        """Whether its pieces of work, every `lanes`th from number `lane` on, were done before `end`, by time.monotonic()."""
+        first = lane
         while first < len(self._pieces(name)):
             seconds = end - time.monotonic()
             if seconds <= 0:
                 return False
-            words = ["--part", name, "--from", str(first), "--seconds", str(seconds), "--out", str(self.out)]
+            words = ["--part", name, "--from", str(first), "--step", str(lanes), "--seconds", str(seconds), "--out", str(self.out)]
             status = self._wait(name, [sys.executable, sys.argv[0], *words, *(["--dry-run"] if self.dry else [])], end + GRACE)
             if status in (DONE, NO_TIME):
                 return status == DONE
-            begun = max((line["piece"] for line in self._lines(name)), default=first)
+            begun = max([first, *(line["piece"] for line in self._lines(name, lane))])
             if status != AGAIN:
                 how = "gave no answer within its share" if status is None else f"ended with {_ending(status)}"
                 self._lost[name][begun] = f"the process {how}"
-            first = begun + 1
+            first = begun + lanes
         return True
 
     def _wait(self, name: str, command: Sequence[str], until: float) -> int | None:
@@ -457,10 +476,7 @@ class Check:
         try:
             while process.poll() is None and time.monotonic() < until:
                 time.sleep(0.1)
-                rows = self._rows(name)
-                if rows != self.record.get(name):
-                    self.record[name] = rows
-                    self._write()
+                self._keep(name)
             return process.poll()
         finally:
             with contextlib.suppress(ProcessLookupError):
@@ -470,18 +486,23 @@ class Check:
     def _pieces(self, name: str) -> Sequence[tuple[str, ...]]:
         return PARTS[name].dry if self.dry else PARTS[name].pieces
 
-    def _lines(self, name: str) -> list[dict[str, Any]]:
+    def _keep(self, name: str) -> None:
+        """Writes the record if a part has something new."""
+        with self._lock:
+            rows = [line["row"] for lane in range(PARTS[name].lanes) for line in self._lines(name, lane) if "row" in line]
+            for number, message in self._lost[name].items():
+                rows.append({"spec": " ".join(self._pieces(name)[number]), "failures": [{"message": message}]})
+            kept = (rows, name in self.record["parts"])
+            if kept != self._kept.get(name):
+                self._kept[name], self.record[name] = kept, rows
+                self._write()
+
+    def _lines(self, name: str, lane: int) -> list[dict[str, Any]]:
         try:
-            text = (self.out / f"{name}.jsonl").read_text()
+            text = _lines_of(self.out, name, lane).read_text()
         except FileNotFoundError:
             return []
         return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
-
-    def _rows(self, name: str) -> list[dict[str, Any]]:
-        rows = [line["row"] for line in self._lines(name) if "row" in line]
-        for number, message in self._lost[name].items():
-            rows.append({"spec": " ".join(self._pieces(name)[number]), "failures": [{"message": message}]})
-        return rows
 
     def _write(self) -> None:
         write_atomic(self.out / "gpu_check.json", json.dumps(self.record, indent=1) + "\n")
@@ -498,10 +519,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--dry-run", action="store_true", help="without a GPU: interpret and cross-compile")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     parser.add_argument("--from", dest="first", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--step", type=int, default=1, help=argparse.SUPPRESS)
     parser.add_argument("--seconds", type=float, default=60.0, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.part:
-        return serve(options.part, options.out, options.dry_run, options.first, options.seconds)
+        return serve(options.part, options.out, options.dry_run, options.first, options.step, options.seconds)
     options.out.mkdir(parents=True, exist_ok=True)
     try:
         check = Check(options.out, options.dry_run)

@@ -16,10 +16,11 @@ SCRIPT = Path(__file__).parents[1] / "scripts/gpu_check.sh"
 
 def check(*words: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHON": sys.executable}
-    return subprocess.run([str(SCRIPT), *words], capture_output=True, text=True, timeout=280, env=environment, check=False)
+    return subprocess.run([str(SCRIPT), *words], capture_output=True, text=True, timeout=550, env=environment, check=False)
 
 
 @pytest.mark.triton
+@pytest.mark.timeout(600)  # where many share few cores; alone it takes one
 def test_the_dry_run_goes_through_every_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGEGEN_CACHE", str(tmp_path / "cache"))
     result = check("--dry-run", "--out", str(tmp_path / "out"))
@@ -30,7 +31,7 @@ def test_the_dry_run_goes_through_every_part(tmp_path: Path, monkeypatch: pytest
     assert {row["kernel"] for row in record["resources"]} >= {"decode", "merge"}
     assert set(record["timings"][0]["speedup"]) == {"sdpa_gather", "sdpa_gqa", "sdpa_folded"}
     assert all("flex" in row["speedup"] and {"flashinfer", "vllm"} <= row["absent"].keys() for row in record["peers"])
-    assert record["graphs"][0]["layers"] == 8 and record["graphs"][0]["stand_in"]
+    assert record["graphs"][0]["layers"] == 2 and record["graphs"][0]["stand_in"]
     listed, *judged = record["tuning"]
     assert listed["candidates"] == 2 and Path(listed["shortlist"]).is_file() and judged
     assert all("default" in row["speedup"] for row in judged)
@@ -55,11 +56,11 @@ def work(run, how):
 def started(dry, out, seconds):
     yield gpu_check.Run(None, "cpu", None, dry, out, time.monotonic() + seconds)
 
-def part(share, *pieces):
-    return gpu_check.Part(share, work, (), [(piece,) for piece in pieces])
+def part(share, *pieces, lanes=1):
+    return gpu_check.Part(share, work, (), [(piece,) for piece in pieces], lanes)
 
-gpu_check.started, gpu_check.GRACE = started, 0.5
-gpu_check.PARTS = {{"hanging": part(20, "e", "hang", "f"), "failing": part(200, "a", "segfault", "b", "raise", "c", "refuse", "d"), "last": part(60, "g")}}
+gpu_check.started, gpu_check.GRACE, gpu_check.CORES = started, 0.5, 8
+gpu_check.PARTS = {{"hanging": part(20, "e", "hang", "f"), "failing": part(200, "a", "segfault", "b", "raise", "c", "refuse", "d", lanes=2), "last": part(60, "g")}}
 if __name__ == "__main__":
     sys.exit(gpu_check.main())
 """
@@ -72,10 +73,10 @@ def test_what_a_piece_of_work_does_to_its_process_is_recorded_and_the_rest_goes_
     script.write_text(PLANTED.format(scripts=str(SCRIPT.parent)))
     words = [sys.executable, str(script), "--dry-run", "--out", str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[1])}
-    done = subprocess.run(words, capture_output=True, text=True, timeout=280, env=environment, check=False)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=550, env=environment, check=False)
     record = json.loads((tmp_path / "gpu_check.json").read_text())
     assert done.returncode == 1 and not record["passed"] and not record["complete"], done.stdout + done.stderr
-    right = {name: [row["op"] for row in record[name] if not row["failures"]] for name in record["parts"]}
+    right = {name: sorted(row["op"] for row in record[name] if not row["failures"]) for name in record["parts"]}
     assert right == {"hanging": ["e"], "failing": list("abcd"), "last": ["g"]}
     failed = {row["spec"]: row["failures"][0]["message"] for name in right for row in record[name] if row["failures"]}
     assert failed == {

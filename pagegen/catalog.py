@@ -41,15 +41,20 @@ class Variant:
         return f"{self.template.op.value} {self.target.name} {self.spec.slug}"
 
     @property
-    def matrix(self) -> bool:
-        """Whether a C++ attend runs on its target's matrix unit."""
-        return uses_matrix(self.spec, self.target)
+    def products(self) -> str:
+        """How a C++ attend multiplies: see `products`."""
+        return products(self.spec, self.target)
 
 
-def uses_matrix(spec: KernelSpec, target: Target) -> bool:
-    """Whether the C++ attend runs on the target's matrix unit: q and the stored numbers are exact in what it multiplies."""
+def products(spec: KernelSpec, target: Target) -> str:
+    """How the C++ attend multiplies: on the target's `matrix` unit, on vectors of `pairs`, or on `vector`s of fp32.
+
+    The first two where q and the stored numbers are exact in what they multiply.
+    """
     exact = spec.cache_dtype is spec.dtype or spec.cache_dtype.quantised
-    return exact and spec.dtype.value in target.matrix
+    if exact and spec.dtype.value in target.matrix:
+        return "matrix"
+    return "pairs" if exact and spec.dtype.value in target.pairs else "vector"
 
 
 def _options(spec: KernelSpec) -> Iterator[str]:
@@ -96,7 +101,7 @@ def _cpp_attend_space(spec: KernelSpec, target: Target) -> ConfigSpace:
         return int(v["tile_q"]) * group * (spec.head_dim + spec.dim_v + int(v["tile_kv"])) * 4 <= 8 << 20
 
     too_large = Constraint(fits, "the rows of one work item exceed 8 MiB a thread; lower tile_q or tile_kv")
-    if uses_matrix(spec, target):
+    if products(spec, target) == "matrix":
         tile_kv = 512 if max(spec.head_dim, spec.dim_v) <= 128 else 128
         few = Knob("tile_few", (64, 128, 256), 128, "the same where an item has few rows, as in decode")
         tile_q = 1 << (256 // group).bit_length() - 1  # packing K and V is shared by up to 256 rows
@@ -111,10 +116,14 @@ def _cpp_attend_space(spec: KernelSpec, target: Target) -> ConfigSpace:
             (too_large, Constraint(lambda v: int(v.get("tile_few", 0)) <= int(v["tile_kv"]), "tile_few exceeds tile_kv")),
         )
 
+    tile_kv = 64
+    if products(spec, target) == "pairs" and not spec.v_in_k:  # products are quick: what a tile costs otherwise is shared by more
+        tile_q = min(64, max(16, 1 << (128 // group).bit_length() - 1))
+        tile_kv = 64 if spec.deterministic else 128
     few = Knob("tile_few", (16, 32, 64, 128), 32, "the same where an item has few rows, as in decode; at most tile_kv")
     return ConfigSpace(
         (
-            power_of_two("tile_kv", 16, 256, 64, "tokens of one online-softmax step"),
+            power_of_two("tile_kv", 16, 256, tile_kv, "tokens of one online-softmax step"),
             power_of_two("tile_q", 1 if spec.v_in_k else 4, 64, tile_q, "query tokens of one work item in prefill"),
             power_of_two("split_kv", 256, 8192, 1024, "tokens of one work item in decode; the parts are combined"),
             *(() if spec.deterministic else (few,)),  # deterministic: decode and prefill take the same tiles

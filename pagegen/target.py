@@ -32,6 +32,7 @@ class Target:
     needs: frozenset[str] = frozenset()  # cpuinfo flags without which its code faults (CPU)
     machine: str = ""  # as platform.machine() says it (CPU)
     matrix: frozenset[str] = frozenset()  # dtypes whose values its matrix unit multiplies, exactly, into fp32 (CPU)
+    pairs: frozenset[str] = frozenset()  # the same of its vectors, two products a lane (CPU)
     warp_size: int = 32
     shared_memory: int = 0  # bytes one thread block may use (GPU)
     registers: int = 0  # 32-bit registers of one multiprocessor (GPU)
@@ -48,8 +49,9 @@ class Target:
         return self.name.replace(":", "-")
 
 
-def _cpu(arch: str, lanes: int, flags: str, needs: str, machine: str = "x86_64", matrix: str = "") -> Target:
-    return Target("cpu", arch, lanes, tuple(flags.split()), frozenset(needs.split()), machine, frozenset(matrix.split()))
+def _cpu(arch: str, lanes: int, flags: str, needs: str, machine: str = "x86_64", matrix: str = "", pairs: str = "") -> Target:
+    words = tuple(flags.split()), frozenset(needs.split()), machine, frozenset(matrix.split()), frozenset(pairs.split())
+    return Target("cpu", arch, lanes, *words)
 
 
 def _cuda(arch: str, shared_kib: int, max_threads: int) -> Target:
@@ -63,10 +65,12 @@ def _hip(arch: str, warp_size: int, lds_kib: int, max_threads: int, registers: i
 
 
 _AVX512, _AVX512_NEEDS = "-march=x86-64-v4 -mprefer-vector-width=512", "avx512f avx512bw avx512cd avx512dq avx512vl avx2 fma f16c"
+_AVX512_BF16, _AVX512_BF16_NEEDS = f"{_AVX512} -mavx512bf16 -mavx512vbmi", f"{_AVX512_NEEDS} avx512_bf16 avx512vbmi"
 
 TARGETS: tuple[Target, ...] = (
     # An ISA: templates/cpp/simd/<arch>.h.jinja and a row here, best first.
-    _cpu("amx", 16, f"{_AVX512} -mavx512bf16", f"{_AVX512_NEEDS} avx512_bf16 amx_tile amx_bf16", matrix="bf16"),
+    _cpu("amx", 16, _AVX512_BF16, f"{_AVX512_BF16_NEEDS} amx_tile amx_bf16", matrix="bf16", pairs="bf16"),
+    _cpu("avx512_bf16", 16, _AVX512_BF16, _AVX512_BF16_NEEDS, pairs="bf16"),
     _cpu("avx512", 16, _AVX512, _AVX512_NEEDS),
     _cpu("avx2", 8, "-march=x86-64-v3", "avx2 fma f16c"),
     _cpu("scalar", 8, "-march=x86-64", ""),

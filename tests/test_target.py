@@ -51,7 +51,7 @@ def test_a_target_is_read_by_its_name(row: Target) -> None:
 
 @pytest.mark.parametrize("name", ["", "gpu", "cpu:", "cpu:avx1024", "cuda:90", "CPU", "cpu:avx512 ", "hip:gfx942:sramecc+"])
 def test_an_unknown_word_is_answered_with_the_known_ones(name: str) -> None:
-    with pytest.raises(ConfigError, match=r"auto, cpu, cpu:amx, cpu:avx512, .*; change --target") as caught:
+    with pytest.raises(ConfigError, match=r"auto, cpu, cpu:amx, cpu:avx512_bf16, cpu:avx512, .*; change --target") as caught:
         parse_target(name)
     assert repr(name) in str(caught.value)
 
@@ -89,7 +89,7 @@ def test_an_absent_target_is_refused_with_what_is_present(monkeypatch: pytest.Mo
 def test_wider_instruction_sets_come_first_and_need_more() -> None:
     cpus = [row for row in TARGETS if row.machine == "x86_64"]
     for wide, narrow in itertools.pairwise(cpus):
-        assert wide.needs > narrow.needs and wide.lanes >= narrow.lanes and wide.matrix >= narrow.matrix
+        assert wide.needs > narrow.needs and wide.lanes >= narrow.lanes and wide.matrix >= narrow.matrix and wide.pairs >= narrow.pairs
     assert all(row.flags for row in cpus)
 
 
@@ -124,9 +124,11 @@ def test_threads_pinned_by_openmp_still_count_as_cores(binding: dict[str, str]) 
 
 
 def test_instruction_sets_are_read_from_cpuinfo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    amx = "avx512_bf16 amx_tile amx_bf16"
+    bf16 = "avx512_bf16 avx512vbmi"
     texts = {
-        "sapphire rapids": f"avx2 fma f16c avx512f avx512bw avx512cd avx512dq avx512vl {amx}",
+        "sapphire rapids": f"avx2 fma f16c avx512f avx512bw avx512cd avx512dq avx512vl {bf16} amx_tile amx_bf16",
+        "zen 4": f"avx2 fma f16c avx512f avx512bw avx512cd avx512dq avx512vl {bf16}",
+        "cooper lake": "avx2 fma f16c avx512f avx512bw avx512cd avx512dq avx512vl avx512_bf16",
         "skylake": "avx2 fma f16c avx512f avx512bw avx512cd avx512dq avx512vl",
         "knights landing": "avx2 fma f16c avx512f avx512cd",  # no avx512bw, dq, vl: v4 code would fault
         "haswell": "avx2 fma f16c",
@@ -143,7 +145,15 @@ def test_instruction_sets_are_read_from_cpuinfo(tmp_path: Path, monkeypatch: pyt
         found[name] = hardware.isa[0]
         monkeypatch.setattr(target_module, "_grants_tiles", lambda: False)  # an older Linux, or a sandbox
         assert "amx" not in detect.__wrapped__().isa
-    assert found == {"sapphire rapids": "amx", "skylake": "avx512", "knights landing": "avx2", "haswell": "avx2", "sandy bridge": "scalar"}
+    assert found == {
+        "sapphire rapids": "amx",
+        "zen 4": "avx512_bf16",
+        "cooper lake": "avx512",
+        "skylake": "avx512",
+        "knights landing": "avx2",
+        "haswell": "avx2",
+        "sandy bridge": "scalar",
+    }
 
 
 def test_cache_sizes_are_read_by_level_without_instruction_caches(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
-from pagegen.catalog import uses_matrix
+from pagegen.catalog import products
 from pagegen.space import Config
 from pagegen.spec import KernelSpec, Order
 from pagegen.target import Target
@@ -62,7 +62,7 @@ Work = tuple[Share, ...]  # of a batch; configs whose works are equal do the sam
 def work_of(spec: KernelSpec, target: Target, config: Config, point: Point, threads: int) -> Work:
     """What a config does with a batch that shares no prefix."""
     knobs = {name: int(value) for name, value in config.items}
-    matrix = uses_matrix(spec, target)
+    matrix = products(spec, target) == "matrix"
     alike = Counter(zip(point.query_lens, point.context_lens, strict=True))
     shares = [_share(spec, knobs, matrix, count, *lengths) for lengths, count in alike.items()]
     pieces = sum(share.sequences * sum(number for number, _, _ in _pieces(spec, share)) for share in shares)
@@ -135,7 +135,7 @@ def _cycles(spec: KernelSpec, target: Target, share: Share, rows: Rows, seen: fl
     keys = (tiles - 1) * rows.tile + math.ceil(last / lanes) * lanes  # whole vectors
     of_k, of_v = (keys * math.ceil(dim / lanes) for dim in (spec.head_dim, spec.dim_v))  # vectors of the K and V read
     softmax = rows.count * (keys / lanes * EXP + tiles * (ROW + 2 * spec.dim_v / lanes))
-    if uses_matrix(spec, target):
+    if products(spec, target) == "matrix":
         steps = math.ceil(rows.count / MATRIX) * math.ceil(keys / MATRIX) * math.ceil((spec.head_dim + spec.dim_v) / 32)
         operations, loads = softmax + 6 * (of_k + of_v) + 2 * MATRIX * steps, 0.0
     else:
@@ -156,10 +156,12 @@ def _vector_work(
     spec: KernelSpec, target: Target, rows: Rows, keys: float, blocks: int
 ) -> tuple[float, float]:
     """(operations, loads) of both products and of packing, in vectors."""
-    of_k, of_v = (keys * math.ceil(dim / target.lanes) for dim in (spec.head_dim, spec.dim_v))
+    paired = products(spec, target) == "pairs"
+    of_k, of_v = (keys * math.ceil(dim / target.lanes / (2 if paired else 1)) for dim in (spec.head_dim, spec.dim_v))
     layout, registers = spec.kv_layout, 32 if target.lanes >= 16 else 16
-    converted = 0.0 if spec.cache_dtype.value == "fp32" else 1.0  # operations a vector that is read
-    products = rows.count * (of_k + of_v)
+    bits = spec.cache_dtype.bits
+    converted = (0.5 if bits == 16 else 4.0) if paired else 1.0 if bits < 32 else 0.0  # operations a vector that is read
+    multiplied = rows.count * (of_k + of_v)
     sums_lanes = not rows.packed and layout.k_order is not Order.HDN
     width = 4 if sums_lanes else 2  # accumulators of a row
     needed = width * rows.block + width + 1
@@ -169,7 +171,7 @@ def _vector_work(
         tile_bytes = 4 * rows.tile * max(spec.head_dim, spec.dim_v)
         slower = 1.0 if tile_bytes <= L1 else 2.0 if tile_bytes <= L2 else 4.0
         loads = of_k + of_v + slower * blocks * (of_k + of_v) + rows.count * (of_k / 2 + keys)
-        return products + packing, loads + spilled
+        return multiplied + packing, loads + spilled
     reading = blocks * (of_k + of_v)
     across = 2.5 * rows.count * keys if sums_lanes else 0.0  # sums across lanes
-    return products + converted * reading + across, reading + rows.count * (of_k / 4 + keys) + spilled
+    return multiplied + converted * reading + across, reading + rows.count * (of_k / 4 + keys) + spilled

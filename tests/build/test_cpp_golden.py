@@ -14,6 +14,7 @@ from tests.conftest import Golden
     [
         (Op.ATTEND, "bf16-d64-h9x3-b16-NHD", "cpu:avx512"),  # token-major K and V in place
         (Op.ATTEND, "bf16-d64-h9x3-b16-NHD", "cpu:amx"),  # on a matrix unit
+        (Op.ATTEND, "bf16-d64-h9x3-b16-NHD-kvfp8_e4m3", "cpu:avx512_bf16"),  # pairs of bf16, from a table
         (Op.ATTEND, "bf16-d128-h16x2-b24-HDN2", "cpu:avx2"),  # dim-major pairs in place
         (Op.ATTEND, "fp32-d40v24-h7x7-b3-HDN8_HDN-lse", "cpu:scalar"),  # both packed; log-sum-exp
         (Op.ATTEND, "bf16-d24v40-h4x2-b3-NHD-kvint4-w9-cap20-alibi-sinks-det", "cpu:avx2"),  # many options at once

@@ -61,8 +61,8 @@ def kernel(spec: KernelSpec, target: Target, **knobs: Any) -> Attend:
 
 
 def suited(spec: KernelSpec, target: str) -> KernelSpec:
-    """In the dtype that the matrix unit knows; elsewhere as it is."""
-    return dataclasses.replace(spec, dtype=DType.BF16) if target == "cpu:amx" else spec
+    """In the dtype that the target's matrix unit or its pairs know; elsewhere as it is."""
+    return dataclasses.replace(spec, dtype=DType.BF16) if parse_target(target).pairs else spec
 
 
 def native(name: str) -> Target:
@@ -83,6 +83,8 @@ def gate(spec: KernelSpec, target: str, every: int) -> str:
     ("target", "name"),
     [
         ("cpu:amx", "int8 with zero points"),
+        ("cpu:avx512_bf16", "fp8 by token"),
+        ("cpu:avx512_bf16", "int8 with zero points"),
         ("cpu:avx512", "steps"),
         ("cpu:avx2", "int4 with zero points"),
         ("cpu:scalar", "fp8 by head"),

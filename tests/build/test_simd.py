@@ -240,6 +240,72 @@ def test_arithmetic_and_keep(words: Words) -> None:
         assert kept.tolist() == [*a[:n].tolist(), *[-1.0] * (width - n)]
 
 
+# --- pairs of bf16 ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pairs(words: Words) -> Words:
+    if not words.target.pairs:
+        pytest.skip(f"{words.target.name} multiplies no pairs")
+    return words
+
+
+def test_floats_are_rounded_to_pairs_as_torch_does_but_for_subnormals(pairs: Words) -> None:
+    floats = hard_floats(torch.bfloat16)
+    floats = floats[: len(floats) // 32 * 32]
+    out = torch.empty(len(floats), dtype=torch.bfloat16)
+    pairs.call("round_pairs", floats, out, len(floats))
+    normal = floats.abs() >= torch.finfo(torch.bfloat16).smallest_normal
+    assert torch.equal(out[normal], floats[normal].bfloat16()) and torch.equal(out.isnan(), floats.isnan())
+    assert out[~normal & ~floats.isnan()].abs().max() <= torch.finfo(torch.bfloat16).smallest_normal
+
+
+def test_some_pairs_are_the_first_and_then_zeros(pairs: Words) -> None:
+    rows, some = torch.arange(1, 33).bfloat16(), torch.empty(32, dtype=torch.bfloat16)
+    for n in range(1, 32):
+        pairs.call("some_pairs", rows, some, n)
+        assert some.tolist() == [*range(1, n + 1), *[0] * (32 - n)]
+
+
+def test_a_lane_adds_both_products_of_its_pair(pairs: Words) -> None:
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randint(-99, 100, (16, 2), generator=generator).bfloat16() for _ in range(2))
+    c, out = torch.arange(16.0), torch.empty(2, 16)
+    pairs.call("dot_words", a, b, c, out)
+    assert torch.equal(out[0], c + (a.float() * b.float()).sum(1))
+    assert torch.equal(out[1], c + a.float() @ b[0].float())
+
+
+def test_two_rows_become_pairs(pairs: Words) -> None:
+    out = torch.empty(2, 4, 4, 2, dtype=torch.bfloat16)  # vector, 128 bits of it, pair, row
+    pairs.call("interleave_pairs", torch.arange(64).bfloat16(), out)
+    assert torch.equal(out.permute(3, 1, 0, 2).reshape(2, 32), torch.arange(64).bfloat16().view(2, 32))
+    zipped = torch.empty(16, 2, dtype=torch.bfloat16)
+    pairs.call("zip_words", torch.arange(32.0).sub(16), zipped)
+    assert torch.equal(zipped.T.float(), torch.arange(32.0).sub(16).view(2, 16))
+
+
+@pytest.mark.parametrize("name", BYTES)
+def test_every_stored_byte_is_the_bf16_of_its_value(pairs: Words, name: str) -> None:
+    codes = torch.arange(256, dtype=torch.uint8)
+    for part in codes.view(4, 64):
+        out = torch.empty(2, 4, 8, dtype=torch.bfloat16)  # vector, 128 bits of it, number
+        pairs.call(f"pairs_{name}", part, out, 64)
+        assert same(out.transpose(0, 1).flatten().float(), part.view(BYTES[name]).float())
+        pairs.call(f"pairs_{name}", part, out, 37)
+        assert same(out.transpose(0, 1).flatten().float()[:37], part.view(BYTES[name]).float()[:37])
+        assert not out.transpose(0, 1).flatten()[37:].any()
+
+
+def test_bytes_of_two_rows_become_pairs(pairs: Words) -> None:
+    rows = torch.arange(-64, 64, dtype=torch.int8).view(2, 64)
+    for n in (64, 29):
+        out = torch.empty(4, 4, 4, 2, dtype=torch.bfloat16)  # vector, 128 bits of it, pair, row
+        pairs.call("interleave_int8_t", rows, out, n)
+        expected = rows.float() * (torch.arange(64) < n)
+        assert torch.equal(out.permute(3, 1, 0, 2).reshape(2, 64).float(), expected)
+
+
 # --- matrix units -----------------------------------------------------------------------------------------------------
 
 
@@ -261,23 +327,10 @@ def test_products_of_tiles_are_exact_for_small_whole_numbers(matrix: Words, tile
     assert torch.equal(c, 2 * (a.float() @ b.float().T))
 
 
-def test_floats_are_rounded_to_pairs_as_torch_does_but_for_subnormals(matrix: Words) -> None:
-    floats = hard_floats(torch.bfloat16)
-    floats = floats[: len(floats) // 32 * 32]
-    out = torch.empty(len(floats), dtype=torch.bfloat16)
-    matrix.call("round_pairs", floats, out, len(floats))
-    normal = floats.abs() >= torch.finfo(torch.bfloat16).smallest_normal
-    assert torch.equal(out[normal], floats[normal].bfloat16()) and torch.equal(out.isnan(), floats.isnan())
-    assert out[~normal & ~floats.isnan()].abs().max() <= torch.finfo(torch.bfloat16).smallest_normal
-
-
 def test_pairs_go_apart_and_come_back(matrix: Words) -> None:
-    rows, first, second, some = torch.arange(64).bfloat16(), torch.empty(32), torch.empty(32), torch.empty(32, dtype=torch.bfloat16)
+    rows, first, second = torch.arange(64).bfloat16(), torch.empty(32), torch.empty(32)
     matrix.call("interleave_words", rows, first, second)
     assert torch.equal(torch.cat([first, second]), rows.float())
-    for n in range(1, 32):
-        matrix.call("some_pairs", rows, some, n)
-        assert some.tolist() == [*range(n), *[0] * (32 - n)]
     table, column = torch.arange(256.0), torch.empty(16)
     matrix.call("column_words", table, column)
     assert torch.equal(column, table[::16])

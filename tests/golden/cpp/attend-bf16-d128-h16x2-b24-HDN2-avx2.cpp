@@ -389,11 +389,18 @@ struct Tile {
   const C *k[TILE_KV], *v[TILE_KV];  // where they begin
 };
 
-// What of a tile is under way.
-struct Fetched {
-  int64_t to_next;    // from one KV head to the next
-  int tokens, heads;  // whole tokens, and heads of the next one
-  int due;            // work done for which nothing was prefetched yet
+// The rows of K or V of a tile, in the order of memory: all KV heads of a token, then the next token.
+struct Ahead {
+  const C* const* tokens = nullptr;
+  int64_t to_next = 0;  // from one KV head to the next
+  int count = 0, heads = 0, token = 0, head = 0;
+
+  const C* next(const C* otherwise) {
+    if (token >= count) return otherwise;
+    const C* row = tokens[token] + head * to_next;
+    if (++head == heads) head = 0, ++token;
+    return row;
+  }
 };
 
 // What one thread works in. Sizes are compile-time facts, so the workspace is one multiplication.
@@ -406,9 +413,7 @@ struct alignas(64) Scratch {
   float k_tile[D][TS];
   float v_tile[TILE_KV][DVP];
   Tile tiles[PREFETCH + 1];
-  const Tile* ahead;  // the tile being prefetched
-  int heads, passes;  // KV heads of the item; how often K and V of a tile are read
-  Fetched k_fetched, v_fetched;
+  Ahead k_ahead, v_ahead;  // what is prefetched next
 };
 
 struct Sequence {
@@ -526,19 +531,17 @@ inline void locate(const pg_attend_args& a, const int32_t* table, int64_t head, 
 // Tokens from `i` on, up to the end of the tile, that lie in one block.
 [[maybe_unused]] inline int run_of(const Tile& tile, int i) { return std::min(tile.count - i, BLOCK - int((tile.t + i) % BLOCK)); }
 
-// Prefetches as much of K or V of the tile ahead, in the order of memory, as belongs to the work on `tokens` tokens. Called
-// among that work: the misses of a burst of prefetches fill the queue that the work's own loads stand in. Inlined by force:
+// Prefetches the line of a row that begins with dim d, if one does. A row of the tile ahead goes with a row that is worked on,
+// line by line: a burst of prefetches would fill the queue of misses that the work's own loads stand in. Inlined by force:
 // to GCC a function that only prefetches does nothing, and its call may go.
-inline __attribute__((always_inline)) void fetch_k([[maybe_unused]] Scratch& w, [[maybe_unused]] int tokens) {
+[[maybe_unused]] inline __attribute__((always_inline)) void fetch([[maybe_unused]] const C* row, [[maybe_unused]] int d) {
+  if (PREFETCH > 0 && d * sizeof(C) % 64 == 0) __builtin_prefetch(row + d, 0, 2);
 }
-inline __attribute__((always_inline)) void fetch_v([[maybe_unused]] Scratch& w, [[maybe_unused]] int tokens) {
-  if (PREFETCH == 0) return;
-  Fetched& f = w.v_fetched;
-  for (f.due += tokens; f.due >= w.passes && f.tokens < w.ahead->count; f.due -= w.passes) {
-    const char* row = reinterpret_cast<const char*>(w.ahead->v[f.tokens] + f.heads * f.to_next);
-    for (int byte = 0; byte < 256; byte += 64) __builtin_prefetch(row + byte, 0, 2);
-    if (++f.heads == w.heads) f.heads = 0, ++f.tokens;
-  }
+[[maybe_unused]] inline __attribute__((always_inline)) void fetch_k([[maybe_unused]] Scratch& w, [[maybe_unused]] const C* otherwise) {
+}
+[[maybe_unused]] inline __attribute__((always_inline)) void fetch_v([[maybe_unused]] Scratch& w, [[maybe_unused]] const C* otherwise) {
+  const C* row = w.v_ahead.next(otherwise);
+  for (int d = 0; d < DV; d += 32) fetch(row, d);
 }
 
 // Keys of the tile up to the last that a row sees.
@@ -558,10 +561,9 @@ inline void row_blocks(int row, int end, F f) {
 
 // Scores of R rows against dim-major K in place: lanes are tokens, no sums across lanes.
 template <int R>
-inline void score(Scratch& w, int row, const Tile& tile, const pg_attend_args& a) {
+inline void score(Scratch& w, int row, const Tile& tile, Ahead&, const pg_attend_args& a) {
   for (int i = 0; i < tile.count;) {
     const int n = std::min(W, run_of(tile, i));
-    fetch_k(w, n);
     V even[R], odd[R];  // two chains a row, to cover the latency of an FMA
     for (int r = 0; r < R; ++r) even[r] = odd[r] = zero();
     for (int d = 0; d < D; d += 2) {
@@ -581,7 +583,6 @@ inline void score(Scratch& w, int row, const Tile& tile, const pg_attend_args& a
 inline void pack_k(Scratch& w, const Tile& tile, const pg_attend_args& a) {
   for (int i = 0; i < tile.count;) {
     const int n = run_of(tile, i);
-    fetch_k(w, n);
     for (int d = 0; d < D; ++d) {
       const C* p = tile.k[i] + d / 2 * a.k_stride_dim + d % 2;
       for (int j = 0; j < n; ++j) w.k_tile[d][i + j] = widen(p[j * 2]);
@@ -595,7 +596,7 @@ inline void pack_k(Scratch& w, const Tile& tile, const pg_attend_args& a) {
 // V of a tile to fp32, token-major: v_tile[token][d], dims in the order of the output.
 inline void pack_v(Scratch& w, const Tile& tile, const pg_attend_args& a) {
   for (int i = 0; i < tile.count; ++i) {
-    fetch_v(w, 1);
+    fetch_v(w, tile.v[i]);
     for (int d = 0; d < DV; d += 2 * W) {
       V even, odd;
       load_pairs(tile.v[i] + d, W, even, odd);
@@ -627,6 +628,25 @@ inline void score_packed(Scratch& w, int row, int count) {
   }
 }
 
+// W dims of a token's V from d on, and W more, in place.
+inline auto v_in_place(const Tile& tile) {
+  return [&](int i, int d, V* to) { load_pairs(tile.v[i] + d, W, to[0], to[1]); };
+}
+
+inline auto v_packed(const Scratch& w) {
+  return [&](int i, int d, V* to) { to[0] = load(&w.v_tile[i][d]), to[1] = load(&w.v_tile[i][d + W]); };
+}
+
+// Brings the dims of the rows' output back into their order.
+inline void restore(Scratch& w, int rows) {
+  for (int row = 0; row < rows; ++row)
+    for (int d = 0; d < DV; d += 2 * W) {
+      float split[2 * W];
+      std::copy_n(&w.o[row][d], 2 * W, split);
+      for (int i = 0; i < W; ++i) w.o[row][d + 2 * i] = split[i], w.o[row][d + 2 * i + 1] = split[W + i];
+    }
+}
+
 // One online-softmax step of a row: scores become weights; weights of tokens that the row does not see are 0.
 inline void softmax_step(Scratch& w, int row, const Tile& tile) {
   float* s = w.s[row];
@@ -656,23 +676,30 @@ inline void softmax_step(Scratch& w, int row, const Tile& tile) {
   w.m[row] = m;
 }
 
-// o[r] = o[r] * alpha[r] + weights[r] . V, for R rows; `v(i, d, to)` gives the 2 W dims of token i from dim d on.
-template <int R, bool FETCHING, class F>
-inline void accumulate(Scratch& w, int row, const Tile& tile, F v) {
-  constexpr int CHUNKS = DVP / W, BUDGET = std::clamp((W == 16 ? 24 : 12) / R, 2, CHUNKS);  // accumulators that stay in registers
-  constexpr int PASSES = (CHUNKS + BUDGET - 1) / BUDGET, STEP = up((CHUNKS + PASSES - 1) / PASSES, 2);
-  const int count = tile.count;
+// o[r] = o[r] * alpha[r] + weights[r] . V, for R rows. `v(i, d, to)` gives dims of token i from dim d on: UNIT vectors.
+// In place, rows of the tile ahead are prefetched beside.
+template <int R, bool IN_PLACE, class F>
+inline void accumulate(Scratch& w, int row, const Tile& tile, [[maybe_unused]] Ahead& ahead, F v) {
+  constexpr int CHUNKS = DVP / W, UNIT = 2, BUDGET = std::clamp((W == 16 ? 24 : 12) / R, UNIT, CHUNKS);  // accumulators that stay in registers
+  constexpr int PASSES = (CHUNKS + BUDGET - 1) / BUDGET, STEP = up((CHUNKS + PASSES - 1) / PASSES, UNIT);
+  const int steps = tile.count;
+  [[maybe_unused]] const Ahead begin = ahead;
   for (int c0 = 0; c0 < CHUNKS; c0 += STEP) {
+    if (IN_PLACE) ahead = begin;
     V acc[R][STEP];
     for (int r = 0; r < R; ++r)
       for (int c = 0; c < STEP; ++c)
         acc[r][c] = c0 + c < CHUNKS ? mul(load(&w.o[row + r][(c0 + c) * W]), set1(w.alpha[row + r])) : zero();
-    for (int i = 0; i < count; ++i) {
-      if (FETCHING && c0 == 0) fetch_v(w, 1);
+    for (int i = 0; i < steps; ++i) {
+      const C* next[1];
+      for (int j = 0; j < 1; ++j) next[j] = IN_PLACE ? ahead.next(tile.v[1 * i + j]) : nullptr;
       V vv[STEP];
-      for (int c = 0; c < STEP; c += 2) {
-        vv[c] = vv[c + 1] = zero();
-        if (c0 + c < CHUNKS) v(i, (c0 + c) * W, &vv[c]);
+      for (int c = 0; c < STEP; c += UNIT) {
+        for (int j = 0; j < UNIT; ++j) vv[c + j] = zero();
+        if (c0 + c >= CHUNKS) continue;
+        if (IN_PLACE)
+          for (const C* row : next) fetch(row, (c0 + c) * W);
+        v(i, (c0 + c) * W, &vv[c]);
       }
       for (int r = 0; r < R; ++r) {
         const V weight = set1(w.s[row + r][i]);
@@ -688,7 +715,8 @@ inline void accumulate(Scratch& w, int row, const Tile& tile, F v) {
 // Scores of the rows from `first` to `end` on a tile, in place or packed.
 inline void scores(Scratch& w, int first, int end, [[maybe_unused]] bool packed, const Tile& tile, const pg_attend_args& a) {
   if (!packed) {
-    row_blocks<ROW_BLOCK>(first, end, [&](auto r, int row) { score<r>(w, row, tile, a); });
+    Ahead nothing_ahead;  // rows that do not all fit share a tile's loads one block after the other: the first one prefetches
+    row_blocks<ROW_BLOCK>(first, end, [&](auto r, int row) { score<r>(w, row, tile, row == first ? w.k_ahead : nothing_ahead, a); });
     return;
   }
   pack_k(w, tile, a);
@@ -698,23 +726,14 @@ inline void scores(Scratch& w, int first, int end, [[maybe_unused]] bool packed,
 // Weighted sums of a tile's values for the rows from `first` to `end`, in place or packed.
 inline void values(Scratch& w, int first, int end, [[maybe_unused]] bool packed, const Tile& tile, const pg_attend_args& a) {
   if (!packed) {
-    const auto v = [&](int i, int d, V* to) { load_pairs(tile.v[i] + d, W, to[0], to[1]); };
-    row_blocks<ROW_BLOCK>(first, end, [&](auto r, int row) { accumulate<r, true>(w, row, tile, v); });
+    Ahead nothing_ahead;
+    row_blocks<ROW_BLOCK>(first, end, [&](auto r, int row) {
+      accumulate<r, true>(w, row, tile, row == first ? w.v_ahead : nothing_ahead, v_in_place(tile));
+    });
     return;
   }
   pack_v(w, tile, a);
-  const auto v = [&](int i, int d, V* to) { to[0] = load(&w.v_tile[i][d]), to[1] = load(&w.v_tile[i][d + W]); };
-  row_blocks<ROW_BLOCK_PACKED>(first, end, [&](auto r, int row) { accumulate<r, false>(w, row, tile, v); });
-}
-
-// Brings the dims of the rows' output back into their order.
-inline void restore(Scratch& w, int rows) {
-  for (int row = 0; row < rows; ++row)
-    for (int d = 0; d < DV; d += 2 * W) {
-      float split[2 * W];
-      std::copy_n(&w.o[row][d], 2 * W, split);
-      for (int i = 0; i < W; ++i) w.o[row][d + 2 * i] = split[i], w.o[row][d + 2 * i + 1] = split[W + i];
-    }
+  row_blocks<ROW_BLOCK_PACKED>(first, end, [&](auto r, int row) { accumulate<r, false>(w, row, tile, w.v_ahead, v_packed(w)); });
 }
 
 // --- one work item ----------------------------------------------------------------------------------------------------
@@ -752,20 +771,18 @@ void run(Scratch& w, const pg_attend_args& a, int64_t s, int64_t head, int heads
   range.to = std::min(range.to, *std::max_element(w.limit, w.limit + rows));
   const int64_t from = range.from;
   const int length = packed ? TILE_KV : std::min(TILE_FEW, TILE_KV);
-  w.heads = heads;
-  w.passes = packed ? 1 : (rows + ROW_BLOCK - 1) / ROW_BLOCK;
   const auto tile_at = [&](int64_t t) -> Tile& { return w.tiles[(t - from) / length % (PREFETCH + 1)]; };
   for (int64_t t = from; t < from + PREFETCH * length; t += length) locate(a, table, head, t, range, tile_at(t), length);
   for (int64_t t = from; t < range.to; t += length) {
     Tile& ahead = tile_at(t + PREFETCH * length);
     locate(a, table, head, t + PREFETCH * length, range, ahead, length);
-    w.ahead = &ahead;
-    w.k_fetched = {a.k_stride_head, 0, 0, 0};
-    w.v_fetched = {a.v_stride_head, 0, 0, 0};
+    w.k_ahead = {ahead.k, a.k_stride_head, ahead.count, heads};
+    w.v_ahead = {ahead.v, a.v_stride_head, ahead.count, heads};
     Tile& tile = tile_at(t);
     for (int h = 0; h < heads; ++h) {
       const int first = h * rows, end = first + rows;
-      if (h > 0) locate(a, table, head + h, t, range, tile, length);
+      if (h > 0)
+        for (int i = 0; i < tile.count; ++i) tile.k[i] += a.k_stride_head, tile.v[i] += a.v_stride_head;
       scores(w, first, end, packed, tile, a);
       for (int row = first; row < end; ++row) softmax_step(w, row, tile);
       values(w, first, end, packed, tile, a);

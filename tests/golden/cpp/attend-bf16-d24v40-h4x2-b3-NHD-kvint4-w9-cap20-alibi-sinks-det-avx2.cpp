@@ -499,11 +499,18 @@ struct Tile {
   float k_scale[TS], v_scale[TS];
 };
 
-// What of a tile is under way.
-struct Fetched {
-  int64_t to_next;    // from one KV head to the next
-  int tokens, heads;  // whole tokens, and heads of the next one
-  int due;            // work done for which nothing was prefetched yet
+// The rows of K or V of a tile, in the order of memory: all KV heads of a token, then the next token.
+struct Ahead {
+  const C* const* tokens = nullptr;
+  int64_t to_next = 0;  // from one KV head to the next
+  int count = 0, heads = 0, token = 0, head = 0;
+
+  const C* next(const C* otherwise) {
+    if (token >= count) return otherwise;
+    const C* row = tokens[token] + head * to_next;
+    if (++head == heads) head = 0, ++token;
+    return row;
+  }
 };
 
 // What one thread works in. Sizes are compile-time facts, so the workspace is one multiplication.
@@ -519,9 +526,7 @@ struct alignas(64) Scratch {
   float k_tile[D][TS];
   float v_tile[TILE_KV][DVP];
   Tile tiles[PREFETCH + 1];
-  const Tile* ahead;  // the tile being prefetched
-  int heads, passes;  // KV heads of the item; how often K and V of a tile are read
-  Fetched k_fetched, v_fetched;
+  Ahead k_ahead, v_ahead;  // what is prefetched next
 };
 
 struct Sequence {
@@ -650,26 +655,19 @@ inline void locate(const pg_attend_args& a, const int32_t* table, int64_t head, 
 // Tokens from `i` on, up to the end of the tile, that lie in one block.
 [[maybe_unused]] inline int run_of(const Tile& tile, int i) { return std::min(tile.count - i, BLOCK - int((tile.t + i) % BLOCK)); }
 
-// Prefetches as much of K or V of the tile ahead, in the order of memory, as belongs to the work on `tokens` tokens. Called
-// among that work: the misses of a burst of prefetches fill the queue that the work's own loads stand in. Inlined by force:
+// Prefetches the line of a row that begins with dim d, if one does. A row of the tile ahead goes with a row that is worked on,
+// line by line: a burst of prefetches would fill the queue of misses that the work's own loads stand in. Inlined by force:
 // to GCC a function that only prefetches does nothing, and its call may go.
-inline __attribute__((always_inline)) void fetch_k([[maybe_unused]] Scratch& w, [[maybe_unused]] int tokens) {
-  if (PREFETCH == 0) return;
-  Fetched& f = w.k_fetched;
-  for (f.due += tokens; f.due >= w.passes && f.tokens < w.ahead->count; f.due -= w.passes) {
-    const char* row = reinterpret_cast<const char*>(w.ahead->k[f.tokens] + f.heads * f.to_next);
-    for (int byte = 0; byte < 12; byte += 64) __builtin_prefetch(row + byte, 0, 2);
-    if (++f.heads == w.heads) f.heads = 0, ++f.tokens;
-  }
+[[maybe_unused]] inline __attribute__((always_inline)) void fetch([[maybe_unused]] const C* row, [[maybe_unused]] int d) {
+  if (PREFETCH > 0 && d % 128 == 0) __builtin_prefetch(row + d / 2, 0, 2);
 }
-inline __attribute__((always_inline)) void fetch_v([[maybe_unused]] Scratch& w, [[maybe_unused]] int tokens) {
-  if (PREFETCH == 0) return;
-  Fetched& f = w.v_fetched;
-  for (f.due += tokens; f.due >= w.passes && f.tokens < w.ahead->count; f.due -= w.passes) {
-    const char* row = reinterpret_cast<const char*>(w.ahead->v[f.tokens] + f.heads * f.to_next);
-    for (int byte = 0; byte < 20; byte += 64) __builtin_prefetch(row + byte, 0, 2);
-    if (++f.heads == w.heads) f.heads = 0, ++f.tokens;
-  }
+[[maybe_unused]] inline __attribute__((always_inline)) void fetch_k([[maybe_unused]] Scratch& w, [[maybe_unused]] const C* otherwise) {
+  const C* row = w.k_ahead.next(otherwise);
+  for (int d = 0; d < D; d += 128) fetch(row, d);
+}
+[[maybe_unused]] inline __attribute__((always_inline)) void fetch_v([[maybe_unused]] Scratch& w, [[maybe_unused]] const C* otherwise) {
+  const C* row = w.v_ahead.next(otherwise);
+  for (int d = 0; d < DV; d += 128) fetch(row, d);
 }
 
 // Keys of the tile up to the last that a row sees.
@@ -706,21 +704,23 @@ inline void row_blocks(int row, int end, F f) {
 
 // Scores of R rows against token-major K in place: W dot products at a time, summed across lanes together.
 template <int R>
-inline void score(Scratch& w, int row, const Tile& tile, const pg_attend_args&) {
+inline void score(Scratch& w, int row, const Tile& tile, Ahead& ahead, const pg_attend_args&) {
   const int count = tile.count;
   for (int t = 0; t < count; t += W) {
     V parts[R][W / 4];
     for (int g = 0; g < W / 4; ++g) {
-      fetch_k(w, 4);
-      const C* p[4];
-      for (int j = 0; j < 4; ++j) p[j] = tile.k[std::min(t + 4 * g + j, count - 1)];  // past the end: any token, masked later
+      const C *p[4], *next[4];
+      for (int j = 0; j < 4; ++j) {
+        p[j] = tile.k[std::min(t + 4 * g + j, count - 1)];  // past the end: any token, masked later
+        next[j] = ahead.next(p[j]);
+      }
       V acc[R][4];
       for (int r = 0; r < R; ++r)
         for (int j = 0; j < 4; ++j) acc[r][j] = zero();
 #pragma GCC unroll 16
       for (int d = 0; d < D; d += W) {
         V kv[4];
-        for (int j = 0; j < 4; ++j) kv[j] = half_dims<HALF>(p[j], d);
+        for (int j = 0; j < 4; ++j) fetch(next[j], d), kv[j] = half_dims<HALF>(p[j], d);
         for (int r = 0; r < R; ++r) {
           const V q = load(&w.q[row + r][d]);
           for (int j = 0; j < 4; ++j) acc[r][j] = fma(q, kv[j], acc[r][j]);
@@ -735,7 +735,7 @@ inline void score(Scratch& w, int row, const Tile& tile, const pg_attend_args&) 
 // K of a tile to fp32, dim-major: k_tile[d][token], dims in the order of q.
 inline void pack_k(Scratch& w, const Tile& tile, const pg_attend_args& a) {
   for (int i = 0; i < tile.count; i += W) {
-    fetch_k(w, W);
+    for (int j = i; j < std::min(i + W, tile.count); ++j) fetch_k(w, tile.k[j]);
     for (int d = 0; d < D; d += W) {
       V rows[W];
       for (int j = 0; j < W; ++j) rows[j] = i + j < tile.count ? half_dims<HALF>(tile.k[i + j], d) : zero();
@@ -749,7 +749,7 @@ inline void pack_k(Scratch& w, const Tile& tile, const pg_attend_args& a) {
 // V of a tile to fp32, token-major: v_tile[token][d], dims in the order of the output.
 inline void pack_v(Scratch& w, const Tile& tile, const pg_attend_args& a) {
   for (int i = 0; i < tile.count; ++i) {
-    fetch_v(w, 1);
+    fetch_v(w, tile.v[i]);
     for (int d = 0; d < DV; d += W) store(&w.v_tile[i][d], half_dims<HALFV>(tile.v[i], d));
   }
   (void)a;
@@ -774,6 +774,15 @@ inline void score_packed(Scratch& w, int row, int count) {
     for (int r = 0; r < R; ++r)
       for (int c = 0; c < VECTORS; ++c) store(&w.s[row + r][t + c * W], acc[r][c]);
   }
+}
+
+// W dims of a token's V from d on, in place.
+inline auto v_in_place(const Tile& tile) {
+  return [&](int i, int d, V* to) { *to = half_dims<HALFV>(tile.v[i], d); };
+}
+
+inline auto v_packed(const Scratch& w) {
+  return [&](int i, int d, V* to) { *to = load(&w.v_tile[i][d]); };
 }
 
 // One online-softmax step of a row: scores become weights; weights of tokens that the row does not see are 0.
@@ -806,23 +815,30 @@ inline void softmax_step(Scratch& w, int row, const Tile& tile) {
   w.m[row] = m;
 }
 
-// o[r] = o[r] * alpha[r] + weights[r] . V, for R rows; `v(i, d, to)` gives the W dims of token i from dim d on.
-template <int R, bool FETCHING, class F>
-inline void accumulate(Scratch& w, int row, const Tile& tile, F v) {
-  constexpr int CHUNKS = DVP / W, BUDGET = std::clamp((W == 16 ? 24 : 12) / R, 1, CHUNKS);  // accumulators that stay in registers
-  constexpr int PASSES = (CHUNKS + BUDGET - 1) / BUDGET, STEP = up((CHUNKS + PASSES - 1) / PASSES, 1);
-  const int count = tile.count;
+// o[r] = o[r] * alpha[r] + weights[r] . V, for R rows. `v(i, d, to)` gives dims of token i from dim d on: UNIT vectors.
+// In place, rows of the tile ahead are prefetched beside.
+template <int R, bool IN_PLACE, class F>
+inline void accumulate(Scratch& w, int row, const Tile& tile, [[maybe_unused]] Ahead& ahead, F v) {
+  constexpr int CHUNKS = DVP / W, UNIT = 1, BUDGET = std::clamp((W == 16 ? 24 : 12) / R, UNIT, CHUNKS);  // accumulators that stay in registers
+  constexpr int PASSES = (CHUNKS + BUDGET - 1) / BUDGET, STEP = up((CHUNKS + PASSES - 1) / PASSES, UNIT);
+  const int steps = tile.count;
+  [[maybe_unused]] const Ahead begin = ahead;
   for (int c0 = 0; c0 < CHUNKS; c0 += STEP) {
+    if (IN_PLACE) ahead = begin;
     V acc[R][STEP];
     for (int r = 0; r < R; ++r)
       for (int c = 0; c < STEP; ++c)
         acc[r][c] = c0 + c < CHUNKS ? mul(load(&w.o[row + r][(c0 + c) * W]), set1(w.alpha[row + r])) : zero();
-    for (int i = tile.hidden; i < count; ++i) {
-      if (FETCHING && c0 == 0) fetch_v(w, 1);
+    for (int i = tile.hidden; i < steps; ++i) {
+      const C* next[1];
+      for (int j = 0; j < 1; ++j) next[j] = IN_PLACE ? ahead.next(tile.v[1 * i + j]) : nullptr;
       V vv[STEP];
-      for (int c = 0; c < STEP; c += 1) {
-        vv[c] = zero();
-        if (c0 + c < CHUNKS) v(i, (c0 + c) * W, &vv[c]);
+      for (int c = 0; c < STEP; c += UNIT) {
+        for (int j = 0; j < UNIT; ++j) vv[c + j] = zero();
+        if (c0 + c >= CHUNKS) continue;
+        if (IN_PLACE)
+          for (const C* row : next) fetch(row, (c0 + c) * W);
+        v(i, (c0 + c) * W, &vv[c]);
       }
       for (int r = 0; r < R; ++r) {
         const V weight = set1(w.s[row + r][i]);
@@ -838,7 +854,8 @@ inline void accumulate(Scratch& w, int row, const Tile& tile, F v) {
 // Scores of the rows from `first` to `end` on a tile, in place or packed.
 inline void scores(Scratch& w, int first, int end, [[maybe_unused]] bool packed, const Tile& tile, const pg_attend_args& a) {
   if (!packed) {
-    row_blocks<ROW_BLOCK>(first, end, [&](auto r, int row) { score<r>(w, row, tile, a); });
+    Ahead nothing_ahead;  // rows that do not all fit share a tile's loads one block after the other: the first one prefetches
+    row_blocks<ROW_BLOCK>(first, end, [&](auto r, int row) { score<r>(w, row, tile, row == first ? w.k_ahead : nothing_ahead, a); });
     return;
   }
   pack_k(w, tile, a);
@@ -848,13 +865,14 @@ inline void scores(Scratch& w, int first, int end, [[maybe_unused]] bool packed,
 // Weighted sums of a tile's values for the rows from `first` to `end`, in place or packed.
 inline void values(Scratch& w, int first, int end, [[maybe_unused]] bool packed, const Tile& tile, const pg_attend_args& a) {
   if (!packed) {
-    const auto v = [&](int i, int d, V* to) { *to = half_dims<HALFV>(tile.v[i], d); };
-    row_blocks<ROW_BLOCK>(first, end, [&](auto r, int row) { accumulate<r, true>(w, row, tile, v); });
+    Ahead nothing_ahead;
+    row_blocks<ROW_BLOCK>(first, end, [&](auto r, int row) {
+      accumulate<r, true>(w, row, tile, row == first ? w.v_ahead : nothing_ahead, v_in_place(tile));
+    });
     return;
   }
   pack_v(w, tile, a);
-  const auto v = [&](int i, int d, V* to) { *to = load(&w.v_tile[i][d]); };
-  row_blocks<ROW_BLOCK_PACKED>(first, end, [&](auto r, int row) { accumulate<r, false>(w, row, tile, v); });
+  row_blocks<ROW_BLOCK_PACKED>(first, end, [&](auto r, int row) { accumulate<r, false>(w, row, tile, w.v_ahead, v_packed(w)); });
 }
 
 // --- one work item ----------------------------------------------------------------------------------------------------
@@ -894,16 +912,13 @@ void run(Scratch& w, const pg_attend_args& a, int64_t s, int64_t head, int heads
   range.to = std::min(range.to, *std::max_element(w.limit, w.limit + rows));
   range.from = std::max(range.from, *std::min_element(w.first, w.first + rows));
   const int64_t from = range.from / TILE_KV * TILE_KV;
-  w.heads = heads;
-  w.passes = packed ? 1 : (rows + ROW_BLOCK - 1) / ROW_BLOCK;
   const auto tile_at = [&](int64_t t) -> Tile& { return w.tiles[(t - from) / TILE_KV % (PREFETCH + 1)]; };
   for (int64_t t = from; t < from + PREFETCH * TILE_KV; t += TILE_KV) locate(a, table, head, t, range, tile_at(t));
   for (int64_t t = from; t < range.to; t += TILE_KV) {
     Tile& ahead = tile_at(t + PREFETCH * TILE_KV);
     locate(a, table, head, t + PREFETCH * TILE_KV, range, ahead);
-    w.ahead = &ahead;
-    w.k_fetched = {a.k_stride_head, 0, 0, 0};
-    w.v_fetched = {a.v_stride_head, 0, 0, 0};
+    w.k_ahead = {ahead.k, a.k_stride_head, ahead.count, heads};
+    w.v_ahead = {ahead.v, a.v_stride_head, ahead.count, heads};
     Tile& tile = tile_at(t);
     for (int h = 0; h < heads; ++h) {
       const int first = h * rows, end = first + rows;

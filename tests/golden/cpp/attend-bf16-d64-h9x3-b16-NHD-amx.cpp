@@ -344,6 +344,31 @@ SIMD_INLINE V exp2(V x) {
 }
 }  // namespace simd
 
+// AVX512_BF16 and AVX512_VBMI: a lane takes two products of bf16 at a time.
+namespace simd {
+SIMD_INLINE __m512i bits(V v) { return _mm512_castps_si512(v); }
+SIMD_INLINE V as_floats(__m512i v) { return _mm512_castsi512_ps(v); }
+
+SIMD_INLINE V dot(V a, V b, V c) { return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b); }
+SIMD_INLINE V set1_pair(const bf16* p) {
+  int32_t pair;
+  std::memcpy(&pair, p, sizeof pair);
+  return as_floats(_mm512_set1_epi32(pair));
+}
+SIMD_INLINE V pairs(const bf16* p) { return load((const float*)p); }
+SIMD_INLINE V pairs_n(const bf16* p, int n) { return as_floats(masked(_mm512_maskz_loadu_epi16((1ull << n) - 1, p))); }
+SIMD_INLINE V pairs(V low, V high) { return as_floats((__m512i)_mm512_cvtne2ps_pbh(high, low)); }
+SIMD_INLINE void store_pairs(bf16* p, V low, V high) { store((float*)p, pairs(low, high)); }
+SIMD_INLINE void interleave(V a, V b, V& low, V& high) {
+  low = as_floats(_mm512_unpacklo_epi16(bits(a), bits(b)));
+  high = as_floats(_mm512_unpackhi_epi16(bits(a), bits(b)));
+}
+SIMD_INLINE V zip(V a, V b) {
+  const __m512i upper = _mm512_set1_epi32(int(0xffff0000));
+  return as_floats(_mm512_ternarylogic_epi32(upper, bits(b), _mm512_srli_epi32(bits(a), 16), 0xea));
+}
+}  // namespace simd
+
 // AMX with bf16: 8 tiles of 16 rows of 64 bytes. The words are written in assembler: the intrinsics of GCC 12 do not say
 // that they read and write memory, so that stores before them may be moved or lost.
 #include <array>
@@ -353,7 +378,7 @@ SIMD_INLINE V exp2(V x) {
 #include <unistd.h>
 
 namespace simd {
-static constexpr int MATRIX = 16, DEPTH = 32;
+static constexpr int MATRIX = 16, DEPTH = 2 * W;
 
 // Linux enlarges a process's threads for the tiles once it asks (Documentation/arch/x86/xstate.rst).
 SIMD_INLINE bool matrix_allowed() {
@@ -427,14 +452,6 @@ SIMD_INLINE void multiply(float* c, int64_t c_stride, const std::array<Rows, M>&
   each<SUMS>([=](auto t) { tile_store<t>(at(t), c_stride * 4); });
 }
 
-SIMD_INLINE V pairs(const bf16* p) { return load((const float*)p); }
-SIMD_INLINE V pairs_n(const bf16* p, int n) { return _mm512_castsi512_ps(masked(_mm512_maskz_loadu_epi16((1ull << n) - 1, p))); }
-SIMD_INLINE V pairs(V low, V high) { return _mm512_castsi512_ps((__m512i)_mm512_cvtne2ps_pbh(high, low)); }
-SIMD_INLINE void store_pairs(bf16* p, V low, V high) { store((float*)p, pairs(low, high)); }
-SIMD_INLINE void interleave(V a, V b, V& low, V& high) {
-  low = _mm512_castsi512_ps(_mm512_unpacklo_epi16(_mm512_castps_si512(a), _mm512_castps_si512(b)));
-  high = _mm512_castsi512_ps(_mm512_unpackhi_epi16(_mm512_castps_si512(a), _mm512_castps_si512(b)));
-}
 SIMD_INLINE void restore(V& low, V& high) {
   const V a = _mm512_shuffle_f32x4(low, high, 0x44), b = _mm512_shuffle_f32x4(low, high, 0xee);
   low = _mm512_shuffle_f32x4(a, a, 0xd8);
@@ -500,7 +517,7 @@ struct alignas(64) Scratch {
   int64_t limit[ROWS];  // tokens that a row sees
   Tile tiles[PREFETCH + 1];
   const Tile* ahead;  // the tile being prefetched
-  int fetched;  // its tokens that are under way
+  int fetched;        // its tokens that are under way
 };
 
 struct Sequence {

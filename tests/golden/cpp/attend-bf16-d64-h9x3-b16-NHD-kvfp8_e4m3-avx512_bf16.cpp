@@ -1,0 +1,1110 @@
+// attend cpu:avx512_bf16 bf16-d64-h9x3-b16-NHD-kvfp8_e4m3
+// tile_kv=128 tile_q=32 split_kv=1024 tile_few=32 row_block=3 row_block_packed=6 pack_rows=16 prefetch=1
+//
+// A row is one query token of one query head. A work item is a tile of rows of one sequence that share a KV head,
+// and a range of that sequence's tokens: in decode the range is cut into parts of SPLIT_KV tokens, always at the same
+// places, so that a result does not depend on the batch; in prefill the rows are cut into tiles of TILE_Q tokens.
+// Each item runs an online softmax (Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867) over tiles of TILE_KV
+// tokens; parts of one row are merged by their maxima and sums at the end. Where all sequences begin alike, parts of that
+// prefix are items of their own, with rows of many sequences (cascade, as in Juravsky et al. 2024,
+// https://arxiv.org/abs/2402.05099).
+#include <algorithm>
+#include <type_traits>
+
+#include <omp.h>
+
+/* The C ABI between a generated kernel and whoever calls it (pagegen/kernel.py mirrors it with ctypes).
+ *
+ * Rules: plain C, no torch; strides count elements, sizes count bytes; `size` is the caller's sizeof, so that fields can
+ * be appended later without breaking older libraries; a function returns 0 or one of PG_E_*, and never aborts.
+ * A kernel allocates nothing and keeps no state: two threads may call it at once with different workspaces. */
+#ifndef PAGEGEN_ABI_H
+#define PAGEGEN_ABI_H
+#include <stdint.h>
+
+#define PAGEGEN_ABI_VERSION 1
+
+enum {
+  PG_OK = 0,
+  PG_E_SIZE = 1,       /* the args struct is smaller than this library needs */
+  PG_E_WORKSPACE = 2,  /* workspace_bytes is below what *_workspace() answered */
+  PG_E_CU_SEQLENS = 3, /* cu_seqlens_q does not start at 0, decreases, or runs past num_tokens */
+  PG_E_CONTEXT = 4,    /* a context length is negative or beyond the block table */
+  PG_E_BLOCK_ID = 5,   /* a block id that is needed lies outside the cache */
+  PG_E_SLOT = 6,       /* a slot is below -1 or outside the cache */
+  PG_E_PREFIX = 7,     /* shared_prefix_len exceeds a context, or the tables do not begin alike */
+  PG_E_POSITION = 8,   /* a position lies outside cos_sin */
+  PG_E_SCALE = 9,      /* a scale of a whole tensor or head is not a positive, finite number */
+  PG_E_MATRIX = 10,    /* the system does not let this process use the matrix unit */
+};
+
+typedef struct pg_attend_args {
+  uint64_t size;
+  const void* q;               /* [num_tokens, q_heads, head_dim] */
+  void* out;                   /* [num_tokens, q_heads, head_dim_v] */
+  float* lse;                  /* [num_tokens, q_heads], natural log; used only if the spec asks for it */
+  const void* k_cache;
+  const void* v_cache;
+  const int32_t* block_table;  /* [num_seqs, table_width]; entries past the context are never read */
+  const int32_t* context_lens; /* [num_seqs] keys of each sequence, this step's included */
+  const int32_t* cu_seqlens_q; /* [num_seqs + 1] */
+  void* workspace;             /* 64-byte aligned */
+  uint64_t workspace_bytes;
+  int64_t num_tokens, num_seqs, num_blocks, table_width;
+  int64_t q_stride_token, q_stride_head;
+  int64_t out_stride_token, out_stride_head;
+  int64_t lse_stride_token, lse_stride_head;
+  int64_t k_stride_block, k_stride_token, k_stride_head, k_stride_dim; /* dim: one step of head_dim / x */
+  int64_t v_stride_block, v_stride_token, v_stride_head, v_stride_dim;
+  int64_t block_table_stride;
+  float scale;
+  int32_t num_threads;
+  const float *k_scale, *v_scale, *k_zero, *v_zero; /* of a quantised cache: (stored - zero) * scale */
+  int64_t k_scale_stride_block, k_scale_stride_token, k_scale_stride_head; /* 0 where one scale serves all */
+  int64_t v_scale_stride_block, v_scale_stride_token, v_scale_stride_head;
+  const float* alibi_slopes;   /* [q_heads] */
+  const float* sinks;          /* [q_heads] */
+  const uint8_t* mask;         /* [num_tokens, mask_width]: column j is key context - mask_width + j */
+  int64_t mask_stride_token, mask_width;
+  int64_t shared_prefix_len;   /* tokens that all sequences share, a multiple of the block size; 0: none */
+} pg_attend_args;
+
+typedef struct pg_write_kv_args {
+  uint64_t size;
+  const void* k;               /* [num_tokens, kv_heads, head_dim] */
+  const void* v;               /* [num_tokens, kv_heads, head_dim_v] */
+  void* k_cache;
+  void* v_cache;
+  const int64_t* slot_mapping; /* [num_tokens]; -1 skips the token */
+  int64_t num_tokens, num_blocks;
+  int64_t src_k_stride_token, src_k_stride_head, src_v_stride_token, src_v_stride_head;
+  int64_t k_stride_block, k_stride_token, k_stride_head, k_stride_dim;
+  int64_t v_stride_block, v_stride_token, v_stride_head, v_stride_dim;
+  int32_t num_threads, reserved;
+  float *k_scale, *v_scale, *k_zero, *v_zero; /* of a quantised cache; a scale a token and head is written */
+  int64_t k_scale_stride_block, k_scale_stride_token, k_scale_stride_head; /* 0 where one scale serves all */
+  int64_t v_scale_stride_block, v_scale_stride_token, v_scale_stride_head;
+  const void* q;               /* [num_tokens, q_heads, head_dim]; with rope */
+  void* q_out;                 /* the same shape; may be q */
+  const int64_t* positions;    /* [num_tokens] */
+  const float* cos_sin;        /* [max_positions, rotary_dim]: cosines, then sines */
+  const float *q_weight, *k_weight; /* [head_dim]; with q/k norm */
+  int64_t q_stride_token, q_stride_head, q_out_stride_token, q_out_stride_head, cos_sin_stride, max_positions;
+  float eps;
+  int32_t reserved2;
+} pg_write_kv_args;
+
+typedef struct pg_copy_blocks_args {
+  uint64_t size;
+  void* k_cache;
+  void* v_cache;
+  const int64_t* pairs;        /* [num_pairs, 2] source and destination block; no block is both */
+  int64_t num_pairs, num_blocks;
+  int64_t k_stride_block, k_stride_token, k_stride_head, k_stride_dim;
+  int64_t v_stride_block, v_stride_token, v_stride_head, v_stride_dim;
+  int32_t num_threads, reserved;
+  float *k_scale, *v_scale, *k_zero, *v_zero; /* of a quantised cache; a scale a token and head is copied too */
+  int64_t k_scale_stride_block, k_scale_stride_token, k_scale_stride_head; /* 0 where one scale serves all */
+  int64_t v_scale_stride_block, v_scale_stride_token, v_scale_stride_head;
+} pg_copy_blocks_args;
+
+/* gather_blocks copies blocks to rows, scatter_blocks rows to blocks. A row holds a block's K, its V unless that lies in
+ * K, and if each token has scales k_scale, v_scale, k_zero, v_zero: each dense, in its own order of dimensions. */
+typedef struct pg_stage_blocks_args {
+  uint64_t size;
+  void* k_cache;
+  void* v_cache;
+  const int64_t* blocks;       /* [num_rows] */
+  void* staging;               /* [num_rows, bytes of a block] */
+  int64_t num_rows, num_blocks, staging_stride; /* staging_stride counts bytes */
+  int64_t k_stride_block, k_stride_token, k_stride_head, k_stride_dim;
+  int64_t v_stride_block, v_stride_token, v_stride_head, v_stride_dim;
+  int32_t num_threads, reserved;
+  float *k_scale, *v_scale, *k_zero, *v_zero;
+  int64_t k_scale_stride_block, k_scale_stride_token, k_scale_stride_head;
+  int64_t v_scale_stride_block, v_scale_stride_token, v_scale_stride_head;
+} pg_stage_blocks_args;
+
+typedef pg_stage_blocks_args pg_gather_blocks_args, pg_scatter_blocks_args;
+
+typedef struct pg_relayout_args {
+  uint64_t size;
+  void* k_cache;
+  void* v_cache;
+  const void* source_k;        /* the other cache */
+  const void* source_v;
+  const int64_t* slots;        /* [num_pairs, 2] source and destination slot; -1 skips the pair */
+  int64_t num_pairs, num_blocks, source_num_blocks, source_block_size;
+  int64_t source_x;            /* dims of the source's K that are packed side by side */
+  int64_t k_stride_block, k_stride_token, k_stride_head, k_stride_dim;
+  int64_t v_stride_block, v_stride_token, v_stride_head, v_stride_dim;
+  int64_t source_k_stride_block, source_k_stride_token, source_k_stride_head, source_k_stride_dim;
+  int64_t source_v_stride_block, source_v_stride_token, source_v_stride_head, source_v_stride_dim;
+  int32_t num_threads, reserved;
+  float *k_scale, *v_scale, *k_zero, *v_zero;
+  int64_t k_scale_stride_block, k_scale_stride_token, k_scale_stride_head;
+  int64_t v_scale_stride_block, v_scale_stride_token, v_scale_stride_head;
+  const float *source_k_scale, *source_v_scale, *source_k_zero, *source_v_zero;
+  int64_t source_k_scale_stride_block, source_k_scale_stride_token, source_k_scale_stride_head;
+  int64_t source_v_scale_stride_block, source_v_scale_stride_token, source_v_scale_stride_head;
+} pg_relayout_args;
+
+#ifdef __cplusplus
+#define PG_EXPORT extern "C" __attribute__((visibility("default")))
+#else
+#define PG_EXPORT extern
+#endif
+
+/* Which of these a library exports depends on its op. */
+PG_EXPORT int32_t pagegen_abi_version(void);
+PG_EXPORT int64_t pagegen_attend_workspace(const pg_attend_args* args);
+PG_EXPORT int32_t pagegen_attend(const pg_attend_args* args);
+PG_EXPORT int32_t pagegen_write_kv(const pg_write_kv_args* args);
+PG_EXPORT int32_t pagegen_copy_blocks(const pg_copy_blocks_args* args);
+PG_EXPORT int32_t pagegen_gather_blocks(const pg_gather_blocks_args* args);
+PG_EXPORT int32_t pagegen_scatter_blocks(const pg_scatter_blocks_args* args);
+PG_EXPORT int32_t pagegen_relayout(const pg_relayout_args* args);
+
+#endif
+// Element types of tensors, and their exact conversions one at a time. Every ISA file builds on these.
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+struct bf16 {
+  uint16_t bits;
+};
+struct fp16 {
+  uint16_t bits;
+};
+
+static inline float from_bits(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+static inline uint32_t to_bits(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+[[maybe_unused]] static inline float widen(float value) { return value; }
+
+[[maybe_unused]] static inline float widen(bf16 value) { return from_bits(uint32_t(value.bits) << 16); }
+
+[[maybe_unused]] static inline float widen(fp16 value) {
+  const uint32_t sign = uint32_t(value.bits & 0x8000) << 16;
+  const uint32_t rest = value.bits & 0x7fff;
+  if (rest >= 0x7c00) return from_bits(sign | 0x7f800000 | (rest & 0x3ff) << 13);  // infinity, NaN
+  if (rest < 0x400) return from_bits(sign | to_bits(float(rest) * 0x1p-24f));     // zero, subnormal
+  return from_bits(sign | ((rest << 13) + (112u << 23)));
+}
+
+// Rounds to nearest, ties to even, as torch does.
+[[maybe_unused]] static inline void narrow(float value, float* out) { *out = value; }
+
+[[maybe_unused]] static inline void narrow(float value, bf16* out) {
+  const uint32_t bits = to_bits(value);
+  out->bits = std::isnan(value) ? 0x7fc0 : uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+[[maybe_unused]] static inline void narrow(float value, fp16* out) {
+  const uint32_t sign = to_bits(value) >> 16 & 0x8000;
+  const float size = std::fabs(value);
+  uint32_t bits;
+  if (std::isnan(value)) {
+    bits = 0x7e00;
+  } else if (size >= 65520.0f) {  // halfway to the first value that is too large, and beyond
+    bits = 0x7c00;
+  } else if (size < 0x1p-14f) {  // subnormal: adding 0.5 aligns the last place at 2^-24 and lets the FPU round
+    bits = to_bits(size + 0.5f) - to_bits(0.5f);
+  } else {
+    const uint32_t wide = to_bits(size);
+    bits = (wide + 0xfff + (wide >> 13 & 1) - (112u << 23)) >> 13;
+  }
+  out->bits = uint16_t(sign | bits);
+}
+
+// 2^f on [-1/2, 1/2], exact at 0: minimax in float, degree 5; relative error 1.5e-7 with FMA, 1.8e-7 without.
+static constexpr float EXP2_POLY[6] = {1.0f, 0x1.62e42ap-1f, 0x1.ebf9bcp-3f, 0x1.c6b716p-5f, 0x1.3cea88p-7f, 0x1.5bba14p-10f};
+// 8-bit floats of a quantised KV cache, and their conversions one at a time. int8 is int8_t; int4 comes in pairs, uint8_t.
+// Formats: Micikevicius et al. 2022 (https://arxiv.org/abs/2209.05433): e4m3 has no infinity, and one NaN a sign.
+struct fp8_e4m3 {
+  uint8_t bits;
+};
+struct fp8_e5m2 {
+  uint8_t bits;
+};
+
+// Both fit into fp16: e5m2 is its upper byte, e4m3 has one exponent bit less, which leaves it 2^8 too small.
+[[maybe_unused]] static inline float widen(fp8_e5m2 value) { return widen(fp16{uint16_t(value.bits << 8)}); }
+
+[[maybe_unused]] static inline float widen(fp8_e4m3 value) {
+  if ((value.bits & 0x7f) == 0x7f) return NAN;
+  return 256.0f * widen(fp16{uint16_t((value.bits & 0x80) << 8 | (value.bits & 0x7f) << 7)});
+}
+
+[[maybe_unused]] static inline float widen(int8_t value) { return float(value); }
+
+// Rounds to nearest, ties to even; beyond `most` it saturates. Written without branches, for loops to vectorise.
+template <int MANTISSA, int BIAS>
+static inline uint8_t narrow_8_bit(float value, float most) {
+  constexpr int DROPPED = 23 - MANTISSA;
+  constexpr float LAST_PLACE = float(uint32_t(1) << (24 - BIAS - MANTISSA));  // its ulp is the smallest subnormal
+  const float size = std::fabs(value) < most ? std::fabs(value) : most;
+  const uint32_t wide = to_bits(size);
+  const uint32_t normal = (wide + (1u << (DROPPED - 1)) - 1 + (wide >> DROPPED & 1) - (uint32_t(127 - BIAS) << 23)) >> DROPPED;
+  const uint32_t subnormal = to_bits(size + LAST_PLACE) - to_bits(LAST_PLACE);
+  const uint32_t bits = size < 1.0f / float(uint32_t(1) << (BIAS - 1)) ? subnormal : normal;
+  return uint8_t((value != value ? 0x7f : bits) | (to_bits(value) >> 24 & 0x80));
+}
+
+[[maybe_unused]] static inline void narrow(float value, fp8_e4m3* out) { out->bits = narrow_8_bit<3, 7>(value, 448.0f); }
+[[maybe_unused]] static inline void narrow(float value, fp8_e5m2* out) { out->bits = narrow_8_bit<2, 15>(value, 57344.0f); }
+// AVX-512 F, BW, DQ, VL: 16 floats.
+#include <immintrin.h>
+
+namespace simd {
+using V = __m512;
+static constexpr int W = 16;
+#define SIMD_INLINE [[maybe_unused]] static inline __attribute__((always_inline))
+
+SIMD_INLINE V zero() { return _mm512_setzero_ps(); }
+SIMD_INLINE V set1(float x) { return _mm512_set1_ps(x); }
+SIMD_INLINE V add(V a, V b) { return _mm512_add_ps(a, b); }
+SIMD_INLINE V mul(V a, V b) { return _mm512_mul_ps(a, b); }
+SIMD_INLINE V max(V a, V b) { return _mm512_max_ps(a, b); }
+SIMD_INLINE V fma(V a, V b, V c) { return _mm512_fmadd_ps(a, b, c); }
+SIMD_INLINE float sum(V v) { return _mm512_reduce_add_ps(v); }
+SIMD_INLINE float top(V v) { return _mm512_reduce_max_ps(v); }
+
+SIMD_INLINE __mmask16 first(int n) { return __mmask16((1u << n) - 1); }
+SIMD_INLINE V keep(V v, int n, float fill) { return _mm512_mask_mov_ps(set1(fill), first(n), v); }
+
+SIMD_INLINE V widen_bf16(__m256i v) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(v), 16)); }
+
+SIMD_INLINE V load(const float* p) { return _mm512_loadu_ps(p); }
+SIMD_INLINE V load(const bf16* p) { return widen_bf16(_mm256_loadu_si256((const __m256i*)p)); }
+SIMD_INLINE V load(const fp16* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
+
+// To GCC a masked load is a whole one that is blended: if nobody reads the other lanes it may load them. Here somebody does.
+template <class R>
+SIMD_INLINE R masked(R loaded) {
+  asm("" : "+v"(loaded));
+  return loaded;
+}
+SIMD_INLINE __m256i halves(const void* p, int n) { return masked(_mm256_maskz_loadu_epi16(first(n), p)); }
+SIMD_INLINE V load_n(const float* p, int n) { return masked(_mm512_maskz_loadu_ps(first(n), p)); }
+SIMD_INLINE V load_n(const bf16* p, int n) { return widen_bf16(halves(p, n)); }
+SIMD_INLINE V load_n(const fp16* p, int n) { return _mm512_cvtph_ps(halves(p, n)); }
+
+SIMD_INLINE __m256i round_bf16(V v) {
+  const __m512i bits = _mm512_castps_si512(v);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  const __m512i even = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+  const __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+  return _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(_mm512_srli_epi32(even, 16), nan, _mm512_set1_epi32(0x7fc0)));
+}
+SIMD_INLINE __m256i round_fp16(V v) { return _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+
+SIMD_INLINE void store(float* p, V v) { _mm512_storeu_ps(p, v); }
+SIMD_INLINE void store(bf16* p, V v) { _mm256_storeu_si256((__m256i*)p, round_bf16(v)); }
+SIMD_INLINE void store(fp16* p, V v) { _mm256_storeu_si256((__m256i*)p, round_fp16(v)); }
+SIMD_INLINE void store_n(float* p, V v, int n) { _mm512_mask_storeu_ps(p, first(n), v); }
+SIMD_INLINE void store_n(bf16* p, V v, int n) { _mm256_mask_storeu_epi16(p, first(n), round_bf16(v)); }
+SIMD_INLINE void store_n(fp16* p, V v, int n) { _mm256_mask_storeu_epi16(p, first(n), round_fp16(v)); }
+
+SIMD_INLINE __m512i load_words(const void* p, int n) {
+  return n == W ? _mm512_loadu_si512(p) : masked(_mm512_maskz_loadu_epi32(first(n), p));
+}
+SIMD_INLINE void load_pairs(const bf16* p, int n, V& even, V& odd) {
+  const __m512i both = load_words(p, n);
+  even = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
+  odd = _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32(int(0xffff0000))));
+}
+SIMD_INLINE void load_pairs(const fp16* p, int n, V& even, V& odd) {
+  const __m512i both = load_words(p, n);
+  even = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(both));
+  odd = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(both, 16)));
+}
+
+SIMD_INLINE __m128i bytes(const void* p, int n) {
+  return n == W ? _mm_loadu_si128((const __m128i*)p) : masked(_mm_maskz_loadu_epi8(first(n), p));
+}
+SIMD_INLINE V load_n(const int8_t* p, int n) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes(p, n))); }
+SIMD_INLINE V load_n(const fp8_e5m2* p, int n) {
+  return _mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(bytes(p, n)), 8));
+}
+SIMD_INLINE V load_n(const fp8_e4m3* p, int n) {
+  const __m128i code = bytes(p, n);
+  const __mmask16 number = _mm_cmpneq_epu8_mask(_mm_or_si128(code, _mm_set1_epi8(-128)), _mm_set1_epi8(-1));
+  const __m256i moved = _mm256_slli_epi16(_mm256_cvtepi8_epi16(code), 7);  // the sign comes with it, twice
+  const V small = _mm512_cvtph_ps(_mm256_and_si256(moved, _mm256_set1_epi16(short(0xbfff))));
+  return _mm512_mask_mul_ps(set1(NAN), number, small, set1(256.0f));
+}
+SIMD_INLINE V load(const int8_t* p) { return load_n(p, W); }
+SIMD_INLINE V load(const fp8_e4m3* p) { return load_n(p, W); }
+SIMD_INLINE V load(const fp8_e5m2* p) { return load_n(p, W); }
+SIMD_INLINE void load_nibbles(const uint8_t* p, int n, V& low, V& high) {
+  const __m512i both = _mm512_cvtepu8_epi32(bytes(p, n));
+  low = _mm512_cvtepi32_ps(_mm512_and_si512(both, _mm512_set1_epi32(15)));
+  high = _mm512_cvtepi32_ps(_mm512_srli_epi32(both, 4));
+}
+
+// Each 128-bit lane ends up with that lane's share of the four sums.
+SIMD_INLINE V sum4(V a, V b, V c, V d) {
+  const V ab = add(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+  const V cd = add(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+  const __m512d x = _mm512_castps_pd(ab), y = _mm512_castps_pd(cd);
+  return add(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)), _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
+}
+SIMD_INLINE V join(const V* parts) {
+  const V low = add(_mm512_shuffle_f32x4(parts[0], parts[1], 0x44), _mm512_shuffle_f32x4(parts[0], parts[1], 0xee));
+  const V high = add(_mm512_shuffle_f32x4(parts[2], parts[3], 0x44), _mm512_shuffle_f32x4(parts[2], parts[3], 0xee));
+  return add(_mm512_shuffle_f32x4(low, high, 0x88), _mm512_shuffle_f32x4(low, high, 0xdd));
+}
+
+// In place: lane j of rows[i] becomes lane i of rows[j].
+SIMD_INLINE void transpose(V* rows) {
+  V pairs[16], quads[16];
+  for (int i = 0; i < 16; i += 2) {
+    pairs[i] = _mm512_unpacklo_ps(rows[i], rows[i + 1]);
+    pairs[i + 1] = _mm512_unpackhi_ps(rows[i], rows[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4) {
+    for (int j = 0; j < 2; ++j) {
+      const __m512d x = _mm512_castps_pd(pairs[i + j]), y = _mm512_castps_pd(pairs[i + j + 2]);
+      quads[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(x, y));
+      quads[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(x, y));
+    }
+  }
+  for (int j = 0; j < 4; ++j) {
+    const V a = _mm512_shuffle_f32x4(quads[j], quads[j + 4], 0x88), b = _mm512_shuffle_f32x4(quads[j], quads[j + 4], 0xdd);
+    const V c = _mm512_shuffle_f32x4(quads[j + 8], quads[j + 12], 0x88), d = _mm512_shuffle_f32x4(quads[j + 8], quads[j + 12], 0xdd);
+    rows[j] = _mm512_shuffle_f32x4(a, c, 0x88);
+    rows[j + 8] = _mm512_shuffle_f32x4(a, c, 0xdd);
+    rows[j + 4] = _mm512_shuffle_f32x4(b, d, 0x88);
+    rows[j + 12] = _mm512_shuffle_f32x4(b, d, 0xdd);
+  }
+}
+
+SIMD_INLINE V exp2(V x) {
+  x = max(set1(-200.0f), x);  // below the smallest float, for scalef; in this order a NaN stays one
+  const V whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const V f = _mm512_sub_ps(x, whole);
+  V y = set1(EXP2_POLY[5]);
+  for (int i = 4; i >= 0; --i) y = fma(y, f, set1(EXP2_POLY[i]));
+  return _mm512_scalef_ps(y, whole);
+}
+}  // namespace simd
+
+// AVX512_BF16 and AVX512_VBMI: a lane takes two products of bf16 at a time.
+namespace simd {
+SIMD_INLINE __m512i bits(V v) { return _mm512_castps_si512(v); }
+SIMD_INLINE V as_floats(__m512i v) { return _mm512_castsi512_ps(v); }
+
+SIMD_INLINE V dot(V a, V b, V c) { return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b); }
+SIMD_INLINE V set1_pair(const bf16* p) {
+  int32_t pair;
+  std::memcpy(&pair, p, sizeof pair);
+  return as_floats(_mm512_set1_epi32(pair));
+}
+SIMD_INLINE V pairs(const bf16* p) { return load((const float*)p); }
+SIMD_INLINE V pairs_n(const bf16* p, int n) { return as_floats(masked(_mm512_maskz_loadu_epi16((1ull << n) - 1, p))); }
+SIMD_INLINE V pairs(V low, V high) { return as_floats((__m512i)_mm512_cvtne2ps_pbh(high, low)); }
+SIMD_INLINE void store_pairs(bf16* p, V low, V high) { store((float*)p, pairs(low, high)); }
+SIMD_INLINE void interleave(V a, V b, V& low, V& high) {
+  low = as_floats(_mm512_unpacklo_epi16(bits(a), bits(b)));
+  high = as_floats(_mm512_unpackhi_epi16(bits(a), bits(b)));
+}
+SIMD_INLINE V zip(V a, V b) {
+  const __m512i upper = _mm512_set1_epi32(int(0xffff0000));
+  return as_floats(_mm512_ternarylogic_epi32(upper, bits(b), _mm512_srli_epi32(bits(a), 16), 0xea));
+}
+
+// The halves of a bf16, looked up by the lower 7 bits of a stored byte, or of its size: exact for each of the formats.
+struct Halves {
+  alignas(64) uint8_t low[128], high[128];
+};
+template <class C>
+constexpr uint16_t size_in_bf16(int code) {
+  constexpr bool whole = std::is_same_v<C, int8_t>, e4m3 = std::is_same_v<C, fp8_e4m3>;
+  constexpr int mantissa = whole ? 7 : e4m3 ? 3 : 2, bias = whole ? -6 : e4m3 ? 7 : 15;  // a whole number is all subnormal
+  const int exponent = code >> mantissa, rest = code & ((1 << mantissa) - 1);
+  if (!whole && (e4m3 ? code == 127 : exponent == 31)) return e4m3 || rest ? 0x7fc0 : 0x7f80;
+  if (exponent > 0) return uint16_t((exponent - bias + 127) << 7 | rest << (7 - mantissa));
+  if (rest == 0) return 0;
+  int first = 6;
+  while (!(rest >> first)) --first;
+  return uint16_t((first + 1 - bias - mantissa + 127) << 7 | ((rest << (7 - first)) & 0x7f));
+}
+template <class C>
+constexpr Halves halves_of() {
+  Halves made{};
+  for (int code = 0; code < 128; ++code) made.low[code] = size_in_bf16<C>(code) & 0xff, made.high[code] = size_in_bf16<C>(code) >> 8;
+  return made;
+}
+template <class C>
+static constexpr Halves HALVES = halves_of<C>();
+
+SIMD_INLINE __m512i look_up(__m512i index, const uint8_t* table) {
+  return _mm512_permutex2var_epi8(_mm512_load_si512(table), index, _mm512_load_si512(table + 64));
+}
+template <class C>
+SIMD_INLINE void widen_bytes(__m512i stored, V& low, V& high) {
+  constexpr bool whole = std::is_same_v<C, int8_t>;
+  const __m512i index = whole ? _mm512_abs_epi8(stored) : stored, sign = _mm512_set1_epi8(-128);
+  const __m512i lower = look_up(index, HALVES<C>.low);
+  __m512i upper = _mm512_ternarylogic_epi32(look_up(index, HALVES<C>.high), sign, stored, 0xf8);
+  if (whole) upper = _mm512_mask_mov_epi8(upper, _mm512_cmpeq_epi8_mask(stored, sign), _mm512_set1_epi8(char(0xc3)));  // -128
+  low = as_floats(_mm512_unpacklo_epi8(lower, upper));
+  high = as_floats(_mm512_unpackhi_epi8(lower, upper));
+}
+SIMD_INLINE __m512i all_bytes(const void* p, int n) {
+  return n >= 64 ? _mm512_loadu_si512(p) : masked(_mm512_maskz_loadu_epi8((1ull << n) - 1, p));
+}
+template <class C>
+SIMD_INLINE void pairs(const C* p, int n, V& low, V& high) { widen_bytes<C>(all_bytes(p, n), low, high); }
+template <class C>
+SIMD_INLINE void interleave(const C* p, const C* q, int n, V* to) {
+  const __m512i a = all_bytes(p, n), b = all_bytes(q, n);
+  widen_bytes<C>(_mm512_unpacklo_epi8(a, b), to[0], to[1]);
+  widen_bytes<C>(_mm512_unpackhi_epi8(a, b), to[2], to[3]);
+}
+}  // namespace simd
+
+namespace {
+using namespace simd;
+
+using T = bf16;        // q, out
+using C = fp8_e4m3;  // cache
+
+constexpr int up(int n, int to) { return (n + to - 1) / to * to; }
+constexpr int KV_HEADS = 3, GROUP = 3;
+constexpr int D = 64, DV = 64, BLOCK = 16;
+constexpr int TILE_KV = 128, TILE_Q = 32, SPLIT_KV = 1024;
+constexpr int ROW_BLOCK = 3, ROW_BLOCK_PACKED = 6;
+constexpr int PACK_ROWS = 16, PREFETCH = 1, TILE_FEW = 32;
+constexpr bool CAUSAL = true;
+
+constexpr int DP = up(D, 64), DVP = up(DV, 64);  // rows of scratch are whole vectors, zero-filled
+constexpr int TS = up(TILE_KV, W) + W;         // a row of scores; one vector of slack for unaligned stores
+// Up to this many query tokens one tile holds all rows of a sequence, and its tokens are split instead.
+constexpr int SPLIT_Q = std::max(1, std::min(TILE_Q, PACK_ROWS / GROUP));
+constexpr int ROWS = TILE_Q * GROUP;
+constexpr int PART = DVP + 2;  // a merged part: unnormalised output, maximum, sum
+constexpr float LOG2E = 1.44269504088896341f, LN2 = 0.69314718055994531f, NONE = -INFINITY;
+
+template <class U>
+inline __attribute__((always_inline)) V load_dims(const U* p, int left) {
+  return left >= W ? load(p) : load_n(p, left);
+}
+
+struct Range {
+  int64_t from, to;  // tokens
+};
+
+struct Tile {
+  int64_t t;  // its first token
+  int count;  // its tokens
+  const C *k[TILE_KV], *v[TILE_KV];  // where they begin
+};
+
+// The rows of K or V of a tile, in the order of memory: all KV heads of a token, then the next token.
+struct Ahead {
+  const C* const* tokens = nullptr;
+  int64_t to_next = 0;  // from one KV head to the next
+  int count = 0, heads = 0, token = 0, head = 0;
+
+  const C* next(const C* otherwise) {
+    if (token >= count) return otherwise;
+    const C* row = tokens[token] + head * to_next;
+    if (++head == heads) head = 0, ++token;
+    return row;
+  }
+};
+
+// What one thread works in. Sizes are compile-time facts, so the workspace is one multiplication.
+struct alignas(64) Scratch {
+  bf16 q[ROWS][DP];
+  bf16 p[ROWS][up(TILE_KV, 2 * W)];  // weights as they are multiplied
+  float scale[ROWS];                 // of scores, to base 2
+  float s[ROWS][TS];  // scores, then weights
+  float o[ROWS][DVP];
+  float m[ROWS], l[ROWS], alpha[ROWS];
+  int64_t limit[ROWS];  // tokens that a row sees
+  float k_tile[DP / 2][TS];           // pairs of dims
+  float v_tile[TILE_KV / 2][DVP];  // pairs of tokens
+  Tile tiles[PREFETCH + 1];
+  Ahead k_ahead, v_ahead;  // what is prefetched next
+};
+
+struct Sequence {
+  int64_t tokens, context;
+  int64_t shared;  // parts of the shared prefix: only where the rows are too few for a tile of their own
+  int64_t from;    // its own parts begin here: behind that prefix, and not before the window
+  int64_t parts;   // all: of the context in decode, 1 in prefill
+};
+
+inline int64_t parts_of(int64_t tokens) { return (tokens + SPLIT_KV - 1) / SPLIT_KV; }
+
+// Tokens of the shared prefix that are computed for many sequences at once.
+inline int64_t prefix_of(const pg_attend_args& a) {
+  return a.shared_prefix_len;
+}
+
+inline Sequence sequence(const pg_attend_args& a, int64_t s) {
+  const int64_t tokens = a.cu_seqlens_q[s + 1] - a.cu_seqlens_q[s], context = a.context_lens[s];
+  if (tokens > SPLIT_Q) return {tokens, context, 0, 0, 1};
+  int64_t from = prefix_of(a);
+  const int64_t shared = parts_of(from);
+  return {tokens, context, shared, from, shared + std::max<int64_t>(1, parts_of(context) - from / SPLIT_KV)};
+}
+
+// KV heads of one item. In decode it takes `together` of them, as far as it has room for their rows.
+inline int64_t heads_of(const Sequence& seq, int64_t together) {
+  return seq.tokens <= SPLIT_Q ? std::clamp<int64_t>(TILE_Q / std::max<int64_t>(1, seq.tokens), 1, together) : 1;
+}
+
+// Ranges of tokens, or of query tokens, into which a sequence is cut.
+inline int64_t pieces_of(const Sequence& seq) {
+  if (seq.tokens == 0) return 0;
+  return seq.tokens <= SPLIT_Q ? seq.parts - seq.shared : (seq.tokens + TILE_Q - 1) / TILE_Q;
+}
+
+inline int64_t items_of(const Sequence& seq, int64_t together) {
+  const int64_t heads = heads_of(seq, together);
+  return (KV_HEADS + heads - 1) / heads * pieces_of(seq);
+}
+
+inline int64_t part_rows_of(const Sequence& seq) {
+  return seq.parts > 1 ? KV_HEADS * seq.parts * seq.tokens * GROUP : 0;
+}
+
+int32_t validate(const pg_attend_args& a) {
+  if (a.size < sizeof(pg_attend_args)) return PG_E_SIZE;
+  if (a.cu_seqlens_q[0] != 0 || a.cu_seqlens_q[a.num_seqs] > a.num_tokens) return PG_E_CU_SEQLENS;
+  if (a.shared_prefix_len < 0 || a.shared_prefix_len % BLOCK) return PG_E_PREFIX;
+  for (int64_t h = 0; h < 1; ++h) {
+    const float k = a.k_scale[h * a.k_scale_stride_head], v = a.v_scale[h * a.v_scale_stride_head];
+    if (!(k > 0 && k < INFINITY && v > 0 && v < INFINITY)) return PG_E_SCALE;
+  }
+  for (int64_t s = 0; s < a.num_seqs; ++s) {
+    if (a.cu_seqlens_q[s + 1] < a.cu_seqlens_q[s]) return PG_E_CU_SEQLENS;
+    const int64_t context = a.context_lens[s];
+    if (context < 0 || context > a.table_width * BLOCK) return PG_E_CONTEXT;
+    if (context < a.shared_prefix_len) return PG_E_PREFIX;
+    const int32_t* table = a.block_table + s * a.block_table_stride;
+    if (!std::equal(table, table + a.shared_prefix_len / BLOCK, a.block_table)) return PG_E_PREFIX;
+    uint32_t highest = 0;  // as unsigned, a negative id is the highest of all
+    const int64_t blocks = (context + BLOCK - 1) / BLOCK;
+    for (int64_t b = 0; b < blocks; ++b) highest = std::max(highest, uint32_t(table[b]));
+    if (blocks && highest >= uint64_t(a.num_blocks)) return PG_E_BLOCK_ID;
+  }
+  return PG_OK;
+}
+
+// The workspace: first item, part row and sharing query token of each sequence, one Scratch a thread, the parts.
+struct Workspace {
+  int64_t *first_item, *first_part, *first_sharing;
+  Scratch* scratch;
+  float* parts;
+  int64_t bytes, together = 1;
+
+  Workspace(const pg_attend_args& a, int64_t part_rows) {
+    const int64_t prefix = int64_t(sizeof(int64_t)) * (a.num_seqs + 1), prefixes = (3 * prefix + 63) / 64 * 64;
+    const int64_t scratches = int64_t(sizeof(Scratch)) * std::max(1, a.num_threads);
+    const uintptr_t base = uintptr_t(a.workspace);  // null while the size is being asked for
+    first_item = reinterpret_cast<int64_t*>(base);
+    first_part = reinterpret_cast<int64_t*>(base + prefix);
+    first_sharing = reinterpret_cast<int64_t*>(base + 2 * prefix);
+    scratch = reinterpret_cast<Scratch*>(base + prefixes);
+    parts = reinterpret_cast<float*>(base + prefixes + scratches);
+    bytes = prefixes + scratches + part_rows * PART * int64_t(sizeof(float));
+  }
+
+  // The sequence in which the item, or sharing query token, of this index lies.
+  static int64_t sequence_of(const pg_attend_args& a, const int64_t* first, int64_t index) {
+    return std::upper_bound(first, first + a.num_seqs + 1, index) - first - 1;
+  }
+
+  // Where a part of a row lies; `row` counts in the sequence.
+  float* part(int64_t s, const Sequence& seq, int64_t head, int64_t piece, int64_t row) const {
+    return parts + (first_part[s] + (head * seq.parts + piece) * seq.tokens * GROUP + row) * PART;
+  }
+};
+
+// --- one tile ---------------------------------------------------------------------------------------------------------
+
+// Makes `tile` the tokens from t on, of those in `range`: where each begins, through the block table.
+inline void locate(const pg_attend_args& a, const int32_t* table, int64_t head, int64_t t, Range range, Tile& tile, int length) {
+  const C* k_head = static_cast<const C*>(a.k_cache) + head * a.k_stride_head;
+  const C* v_head = static_cast<const C*>(a.v_cache) + head * a.v_stride_head;
+  const int count = int(std::clamp<int64_t>(range.to - t, 0, length));
+  tile.t = t;
+  tile.count = count;
+  for (int i = 0; i < count;) {
+    const int64_t block = table[(t + i) / BLOCK];  // 64 bits before any multiplication
+    const int in_block = int((t + i) % BLOCK), run = std::min(count - i, BLOCK - in_block);
+    const C* k_token = k_head + block * a.k_stride_block + in_block * a.k_stride_token;
+    const C* v_token = v_head + block * a.v_stride_block + in_block * a.v_stride_token;
+    for (int j = 0; j < run; ++j, ++i) {
+      tile.k[i] = k_token + j * a.k_stride_token;
+      tile.v[i] = v_token + j * a.v_stride_token;
+    }
+  }
+  // The other half of a pair may be a token that nobody sees: what lies there may be NaN, and 0 * NaN is.
+  static constexpr C nothing[DV] = {};
+  if (count % 2) tile.v[count] = nothing;
+}
+
+// Tokens from `i` on, up to the end of the tile, that lie in one block.
+[[maybe_unused]] inline int run_of(const Tile& tile, int i) { return std::min(tile.count - i, BLOCK - int((tile.t + i) % BLOCK)); }
+
+// Prefetches the line of a row that begins with dim d, if one does. A row of the tile ahead goes with a row that is worked on,
+// line by line: a burst of prefetches would fill the queue of misses that the work's own loads stand in. Inlined by force:
+// to GCC a function that only prefetches does nothing, and its call may go.
+[[maybe_unused]] inline __attribute__((always_inline)) void fetch([[maybe_unused]] const C* row, [[maybe_unused]] int d) {
+  if (PREFETCH > 0 && d * sizeof(C) % 64 == 0) __builtin_prefetch(row + d, 0, 2);
+}
+[[maybe_unused]] inline __attribute__((always_inline)) void fetch_k([[maybe_unused]] Scratch& w, [[maybe_unused]] const C* otherwise) {
+  const C* row = w.k_ahead.next(otherwise);
+  for (int d = 0; d < D; d += 64) fetch(row, d);
+}
+[[maybe_unused]] inline __attribute__((always_inline)) void fetch_v([[maybe_unused]] Scratch& w, [[maybe_unused]] const C* otherwise) {
+  const C* row = w.v_ahead.next(otherwise);
+  for (int d = 0; d < DV; d += 64) fetch(row, d);
+}
+
+// Keys of the tile up to the last that a row sees.
+inline int seen_of(const Scratch& w, int row, const Tile& tile) {
+  return int(std::clamp<int64_t>(w.limit[row] - tile.t, 0, tile.count));
+}
+
+
+// Calls f(rows as a constant, first row) over rows from `row` to `end` in blocks of B, then once for what is left.
+template <int B, class F>
+inline void row_blocks(int row, int end, F f) {
+  for (; row + B <= end; row += B) f(std::integral_constant<int, B>{}, row);
+  if constexpr (B > 1) {
+    if (row < end) row_blocks<B - 1>(row, end, f);
+  }
+}
+
+constexpr int UNIT_DIMS = 64, PAIRS = UNIT_DIMS / 2 / W;  // and the vectors of pairs that they make
+
+// UNIT_DIMS of a token's K from d on.
+inline __attribute__((always_inline)) void k_dims(const C* p, int d, V* to) { pairs(p + d, D - d, to[0], to[1]); }
+
+
+// The dims of q in the order in which K comes.
+inline void order_q([[maybe_unused]] bf16* q) {
+  for (int d = 0; d < DP; d += UNIT_DIMS) {
+    bf16 dims[UNIT_DIMS];
+    std::copy_n(q + d, UNIT_DIMS, dims);
+    for (int i = 0; i < UNIT_DIMS / 8; ++i) std::copy_n(dims + i * 8, 8, q + d + i % 2 * 2 * W + i / 2 * 8);
+  }
+}
+
+// Scores of R rows against token-major K in place: W dot products at a time, summed across lanes together.
+template <int R>
+inline void score(Scratch& w, int row, const Tile& tile, Ahead& ahead, const pg_attend_args&) {
+  const int count = tile.count;
+  for (int t = 0; t < count; t += W) {
+    V parts[R][W / 4];
+    for (int g = 0; g < W / 4; ++g) {
+      const C *p[4], *next[4];
+      for (int j = 0; j < 4; ++j) {
+        p[j] = tile.k[std::min(t + 4 * g + j, count - 1)];  // past the end: any token, masked later
+        next[j] = ahead.next(p[j]);
+      }
+      V acc[R][4];
+      for (int r = 0; r < R; ++r)
+        for (int j = 0; j < 4; ++j) acc[r][j] = zero();
+#pragma GCC unroll 16
+      for (int d = 0; d < DP; d += UNIT_DIMS) {
+        V k[4][PAIRS];
+        for (int j = 0; j < 4; ++j) fetch(next[j], d), k_dims(p[j], d, k[j]);
+        for (int n = 0; n < PAIRS; ++n)
+          for (int r = 0; r < R; ++r) {
+            const V q = pairs(&w.q[row + r][d + n * 2 * W]);
+            for (int j = 0; j < 4; ++j) acc[r][j] = dot(q, k[j][n], acc[r][j]);
+          }
+      }
+      for (int r = 0; r < R; ++r) parts[r][g] = sum4(acc[r][0], acc[r][1], acc[r][2], acc[r][3]);
+    }
+    for (int r = 0; r < R; ++r) store(&w.s[row + r][t], mul(join(parts[r]), set1(w.scale[row + r])));
+  }
+}
+
+// Where interleaving two tokens puts the pair of a dim, of UNIT_DIMS.
+constexpr int place(int d) { return d / 4 % (2 * PAIRS) * W + d / (8 * PAIRS) * 4 + d % 4; }
+
+// UNIT_DIMS pairs of V from d on, of the tokens 2 i and 2 i + 1.
+inline auto v_in_place(const Tile& tile) {
+  return [&](int i, int d, V* to) { interleave(tile.v[2 * i] + d, tile.v[2 * i + 1] + d, DV - d, to); };
+}
+
+inline auto v_packed(const Scratch& w) {
+  return [&](int i, int d, V* to) {
+    for (int n = 0; n < 2 * PAIRS; ++n) to[n] = load(&w.v_tile[i][d + n * W]);
+  };
+}
+
+// K of a tile to pairs of dims, dim-major: k_tile[d / 2][token], dims in the order of q.
+inline void pack_k(Scratch& w, const Tile& tile, [[maybe_unused]] const pg_attend_args& a) {
+  for (int i = 0; i < tile.count; i += W) {
+    for (int j = i; j < std::min(i + W, tile.count); ++j) fetch_k(w, tile.k[j]);
+    for (int d = 0; d < DP; d += UNIT_DIMS) {
+      V rows[PAIRS][W];
+      for (int j = 0; j < W; ++j) {
+        V k[PAIRS] = {};
+        if (i + j < tile.count) k_dims(tile.k[i + j], d, k);
+        for (int n = 0; n < PAIRS; ++n) rows[n][j] = k[n];
+      }
+      for (int n = 0; n < PAIRS; ++n) {
+        transpose(rows[n]);
+        for (int j = 0; j < W; ++j) store(&w.k_tile[d / 2 + n * W + j][i], rows[n][j]);
+      }
+    }
+  }
+}
+
+// V of a tile to pairs of tokens: v_tile[token / 2][d], dims in the order of the output.
+inline void pack_v(Scratch& w, const Tile& tile, [[maybe_unused]] const pg_attend_args& a) {
+  const auto v = v_in_place(tile);
+  for (int i = 0 / 2; i < (tile.count + 1) / 2; ++i) {
+    for (int j = 2 * i; j < std::min(2 * i + 2, tile.count); ++j) fetch_v(w, tile.v[j]);
+    for (int d = 0; d < DVP; d += UNIT_DIMS) {
+      V to[2 * PAIRS];
+      v(i, d, to);
+      for (int n = 0; n < 2 * PAIRS; ++n) store(&w.v_tile[i][d + n * W], to[n]);
+    }
+  }
+}
+
+// Scores of R rows against the packed tile.
+template <int R>
+inline void score_packed(Scratch& w, int row, int count) {
+  constexpr int VECTORS = TILE_KV >= 2 * W ? 2 : 1;
+  for (int t = 0; t < count; t += VECTORS * W) {
+    V acc[R][VECTORS];
+    for (int r = 0; r < R; ++r)
+      for (int c = 0; c < VECTORS; ++c) acc[r][c] = zero();
+    for (int d = 0; d < DP; d += 2) {
+      V k[VECTORS];
+      for (int c = 0; c < VECTORS; ++c) k[c] = load(&w.k_tile[d / 2][t + c * W]);
+      for (int r = 0; r < R; ++r) {
+        const V q = set1_pair(&w.q[row + r][d]);
+        for (int c = 0; c < VECTORS; ++c) acc[r][c] = dot(q, k[c], acc[r][c]);
+      }
+    }
+    for (int r = 0; r < R; ++r)
+      for (int c = 0; c < VECTORS; ++c) store(&w.s[row + r][t + c * W], mul(acc[r][c], set1(w.scale[row + r])));
+  }
+}
+
+// A row's weights as the products take them; beyond the tile they are 0.
+inline void narrow_weights(Scratch& w, int row, int count) {
+  const auto weights = [&](int i) { return i < count ? keep(load(&w.s[row][i]), std::min(W, count - i), 0.0f) : zero(); };
+  for (int i = 0; i < count; i += 2 * W) store_pairs(&w.p[row][i], weights(i), weights(i + W));
+}
+
+// Brings the dims of the rows' output back into their order.
+inline void restore(Scratch& w, int rows) {
+  for (int row = 0; row < rows; ++row)
+    for (int d = 0; d < DVP; d += UNIT_DIMS) {
+      float placed[UNIT_DIMS];
+      std::copy_n(&w.o[row][d], UNIT_DIMS, placed);
+      for (int i = 0; i < UNIT_DIMS; ++i) w.o[row][d + i] = placed[place(i)];
+    }
+}
+
+// One online-softmax step of a row: scores become weights; weights of tokens that the row does not see are 0.
+inline void softmax_step(Scratch& w, int row, const Tile& tile) {
+  float* s = w.s[row];
+  const int count = tile.count, seen = seen_of(w, row, tile);
+  V highest = set1(NONE);
+  for (int i = 0; i < seen; i += W) {
+    V v = load(s + i);
+    if (seen - i < W) store(s + i, v = keep(v, seen - i, NONE));
+    highest = max(highest, v);
+  }
+  const float m = std::max(w.m[row], top(highest));
+  if (m == NONE) {  // nothing seen so far: -inf - -inf would be NaN
+    std::fill(s, s + count, 0.0f);
+    w.alpha[row] = 1.0f;
+    return;
+  }
+  V total = zero();
+  int i = 0;
+  for (; i < seen; i += W) {
+    const V p = exp2(add(load(s + i), set1(-m)));
+    store(s + i, p);
+    total = add(total, p);
+  }
+  for (; i < count; i += W) store(s + i, zero());
+  w.alpha[row] = w.m[row] == m ? 1.0f : top(exp2(set1(w.m[row] - m)));
+  w.l[row] = w.l[row] * w.alpha[row] + sum(total);
+  w.m[row] = m;
+}
+
+// o[r] = o[r] * alpha[r] + weights[r] . V, for R rows. `v(i, d, to)` gives dims of the tokens 2 i and 2 i + 1, side by side, from dim d on: UNIT vectors.
+// In place, rows of the tile ahead are prefetched beside.
+template <int R, bool IN_PLACE, class F>
+inline void accumulate(Scratch& w, int row, const Tile& tile, [[maybe_unused]] Ahead& ahead, F v) {
+  constexpr int CHUNKS = DVP / W, UNIT = 4, BUDGET = std::clamp((W == 16 ? 16 : 12) / R, UNIT, CHUNKS);  // accumulators that stay in registers
+  constexpr int PASSES = (CHUNKS + BUDGET - 1) / BUDGET, STEP = up((CHUNKS + PASSES - 1) / PASSES, UNIT);
+  const int steps = (tile.count + 1) / 2;
+  [[maybe_unused]] const Ahead begin = ahead;
+  for (int c0 = 0; c0 < CHUNKS; c0 += STEP) {
+    if (IN_PLACE) ahead = begin;
+    V acc[R][STEP];
+    for (int r = 0; r < R; ++r)
+      for (int c = 0; c < STEP; ++c)
+        acc[r][c] = c0 + c < CHUNKS ? mul(load(&w.o[row + r][(c0 + c) * W]), set1(w.alpha[row + r])) : zero();
+    for (int i = 0; i < steps; ++i) {
+      const C* next[2];
+      for (int j = 0; j < 2; ++j) next[j] = IN_PLACE ? ahead.next(tile.v[2 * i + j]) : nullptr;
+      V vv[STEP];
+      for (int c = 0; c < STEP; c += UNIT) {
+        for (int j = 0; j < UNIT; ++j) vv[c + j] = zero();
+        if (c0 + c >= CHUNKS) continue;
+        if (IN_PLACE)
+          for (const C* row : next) fetch(row, (c0 + c) * W);
+        v(i, (c0 + c) * W, &vv[c]);
+      }
+      for (int r = 0; r < R; ++r) {
+        const V weight = set1_pair(&w.p[row + r][2 * i]);
+        for (int c = 0; c < STEP; ++c) acc[r][c] = dot(weight, vv[c], acc[r][c]);
+      }
+    }
+    for (int r = 0; r < R; ++r)
+      for (int c = 0; c < STEP; ++c)
+        if (c0 + c < CHUNKS) store(&w.o[row + r][(c0 + c) * W], acc[r][c]);
+  }
+}
+
+// Scores of the rows from `first` to `end` on a tile, in place or packed.
+inline void scores(Scratch& w, int first, int end, [[maybe_unused]] bool packed, const Tile& tile, const pg_attend_args& a) {
+  if (!packed) {
+    Ahead nothing_ahead;  // rows that do not all fit share a tile's loads one block after the other: the first one prefetches
+    row_blocks<ROW_BLOCK>(first, end, [&](auto r, int row) { score<r>(w, row, tile, row == first ? w.k_ahead : nothing_ahead, a); });
+    return;
+  }
+  pack_k(w, tile, a);
+  row_blocks<ROW_BLOCK_PACKED>(first, end, [&](auto r, int row) { score_packed<r>(w, row, tile.count); });
+}
+
+// Weighted sums of a tile's values for the rows from `first` to `end`, in place or packed.
+inline void values(Scratch& w, int first, int end, [[maybe_unused]] bool packed, const Tile& tile, const pg_attend_args& a) {
+  for (int row = first; row < end; ++row) narrow_weights(w, row, tile.count);
+  if (!packed) {
+    Ahead nothing_ahead;
+    row_blocks<ROW_BLOCK>(first, end, [&](auto r, int row) {
+      accumulate<r, true>(w, row, tile, row == first ? w.v_ahead : nothing_ahead, v_in_place(tile));
+    });
+    return;
+  }
+  pack_v(w, tile, a);
+  row_blocks<ROW_BLOCK_PACKED>(first, end, [&](auto r, int row) { accumulate<r, false>(w, row, tile, w.v_ahead, v_packed(w)); });
+}
+
+// --- one work item ----------------------------------------------------------------------------------------------------
+
+inline const T* q_row(const pg_attend_args& a, int64_t token, int64_t head) {
+  return static_cast<const T*>(a.q) + token * a.q_stride_token + head * a.q_stride_head;
+}
+
+inline void clear(Scratch& w, int row) {
+  std::fill(w.o[row], w.o[row] + DVP, 0.0f);
+  w.m[row] = NONE;
+  w.l[row] = 0.0f;
+}
+
+// Loads rows of query tokens [first, first + tokens) of sequence s, KV head `head`, as the item's tokens from `at` on;
+// row = token * GROUP + query head.
+void begin(Scratch& w, const pg_attend_args& a, int64_t s, const Sequence& seq, int64_t head, int64_t first, int tokens, int at = 0) {
+  const float scale = (a.scale * LOG2E * a.k_scale[head * a.k_scale_stride_head]);
+  for (int i = 0; i < tokens; ++i) {
+    const int64_t position = seq.context - seq.tokens + first + i;
+    for (int g = 0; g < GROUP; ++g) {
+      const int row = (at + i) * GROUP + g;
+      const T* q = q_row(a, a.cu_seqlens_q[s] + first + i, head * GROUP + g);
+      const auto dims = [&](int d) { return d < D ? load_dims(q + d, D - d) : zero(); };
+      for (int d = 0; d < DP; d += 2 * W) store_pairs(&w.q[row][d], dims(d), dims(d + W));
+      w.scale[row] = scale;
+      order_q(w.q[row]);
+      clear(w, row);
+      w.limit[row] = std::clamp<int64_t>(position + 1, 0, seq.context);
+    }
+  }
+}
+
+// Attends `rows` rows of each of `heads` KV heads from `head` on to those tokens of `range`, in sequence s, that they see.
+void run(Scratch& w, const pg_attend_args& a, int64_t s, int64_t head, int heads, int rows, Range range) {
+  const int32_t* table = a.block_table + s * a.block_table_stride;
+  const bool packed = rows >= PACK_ROWS;
+  range.to = std::min(range.to, *std::max_element(w.limit, w.limit + rows));
+  const int64_t from = range.from;
+  const int length = packed ? TILE_KV : std::min(TILE_FEW, TILE_KV);
+  const auto tile_at = [&](int64_t t) -> Tile& { return w.tiles[(t - from) / length % (PREFETCH + 1)]; };
+  for (int64_t t = from; t < from + PREFETCH * length; t += length) locate(a, table, head, t, range, tile_at(t), length);
+  for (int64_t t = from; t < range.to; t += length) {
+    Tile& ahead = tile_at(t + PREFETCH * length);
+    locate(a, table, head, t + PREFETCH * length, range, ahead, length);
+    w.k_ahead = {ahead.k, a.k_stride_head, ahead.count, heads};
+    w.v_ahead = {ahead.v, a.v_stride_head, ahead.count, heads};
+    Tile& tile = tile_at(t);
+    for (int h = 0; h < heads; ++h) {
+      const int first = h * rows, end = first + rows;
+      if (h > 0)
+        for (int i = 0; i < tile.count; ++i) tile.k[i] += a.k_stride_head, tile.v[i] += a.v_stride_head;
+      scores(w, first, end, packed, tile, a);
+      for (int row = first; row < end; ++row) softmax_step(w, row, tile);
+      values(w, first, end, packed, tile, a);
+    }
+  }
+  restore(w, heads * rows);
+}
+
+// Divides a row by its sum and stores it; a row that saw no token becomes 0 with lse -inf.
+void finish(const pg_attend_args& a, int64_t token, int64_t head, const float* o, float m, float l) {
+  T* out = static_cast<T*>(a.out) + token * a.out_stride_token + head * a.out_stride_head;
+  const V inverse = set1(l == 0.0f ? 0.0f : 1.0f / l * a.v_scale[head / GROUP * a.v_scale_stride_head]);
+  for (int d = 0; d < DV; d += W) {
+    const V v = mul(load(o + d), inverse);
+    if (DV - d >= W) store(out + d, v);
+    else store_n(out + d, v, DV - d);
+  }
+  (void)m;
+}
+
+// Adds a part of a row to those merged before it. Not inlined: prefill and decode must round alike.
+__attribute__((noinline)) void fold(float* merged, const float* o, float m, float l) {
+  const float highest = std::max(merged[DVP], m);
+  if (highest == NONE) return;
+  const V before = exp2(set1(merged[DVP] - highest)), weight = exp2(set1(m - highest));
+  for (int d = 0; d < DVP; d += W) store(merged + d, fma(weight, load(o + d), mul(before, load(merged + d))));
+  merged[DVP + 1] = top(before) * merged[DVP + 1] + top(weight) * l;
+  merged[DVP] = highest;
+}
+
+// Stores what an item gave a row as a part of it.
+void keep_part(const Scratch& w, int row, float* part) {
+  std::copy(w.o[row], w.o[row] + DVP, part);
+  part[DVP] = w.m[row];
+  part[DVP + 1] = w.l[row];
+}
+
+// A part of the shared prefix, for a tile of the query tokens of all sequences that share it.
+void prefix_item(const pg_attend_args& a, const Workspace& ws, Scratch& w, int64_t index) {
+  const int64_t sharing = ws.first_sharing[a.num_seqs], tiles = (sharing + TILE_Q - 1) / TILE_Q;
+  const int64_t first = index % tiles * TILE_Q, head = index / tiles % KV_HEADS, piece = index / tiles / KV_HEADS;
+  const int tokens = int(std::min<int64_t>(TILE_Q, sharing - first));
+  const auto each = [&](auto f) {
+    for (int i = 0; i < tokens; ++i) {
+      const int64_t s = ws.sequence_of(a, ws.first_sharing, first + i);
+      f(i, s, sequence(a, s), first + i - ws.first_sharing[s]);
+    }
+  };
+  each([&](int i, int64_t s, const Sequence& seq, int64_t token) { begin(w, a, s, seq, head, token, 1, i); });
+  run(w, a, 0, head, 1, tokens * GROUP, {piece * SPLIT_KV, std::min((piece + 1) * SPLIT_KV, prefix_of(a))});
+  each([&](int i, int64_t s, const Sequence& seq, int64_t token) {
+    for (int g = 0; g < GROUP; ++g) keep_part(w, i * GROUP + g, ws.part(s, seq, head, piece, token * GROUP + g));
+  });
+}
+
+void item(const pg_attend_args& a, const Workspace& ws, Scratch& w, int64_t index) {
+  if (index < ws.first_item[0]) return prefix_item(a, ws, w, index);
+  const int64_t s = ws.sequence_of(a, ws.first_item, index);
+  const Sequence seq = sequence(a, s);
+  const int64_t local = index - ws.first_item[s];
+  const bool split = seq.tokens <= SPLIT_Q;
+  const int64_t pieces = pieces_of(seq), together = heads_of(seq, ws.together);
+  // In decode the heads of the same tokens one behind the other, for they lie close; in prefill the tokens of a head.
+  const int64_t groups = (KV_HEADS + together - 1) / together;
+  const int64_t head = (split ? local % groups : local / pieces) * together, piece = split ? local / groups : local % pieces;
+  const int heads = int(std::min(together, KV_HEADS - head));
+  const int64_t first = split ? 0 : piece * TILE_Q;
+  const int tokens = int(std::min<int64_t>(TILE_Q, seq.tokens - first)), rows = tokens * GROUP;
+  for (int h = 0; h < heads; ++h) begin(w, a, s, seq, head + h, first, tokens, h * tokens);
+  if (seq.parts > 1) {
+    const int64_t from = (seq.from / SPLIT_KV + piece) * SPLIT_KV, to = std::min(from + SPLIT_KV, seq.context);
+    run(w, a, s, head, heads, rows, {std::max(from, seq.from), to});
+    for (int row = 0; row < heads * rows; ++row) keep_part(w, row, ws.part(s, seq, head + row / rows, seq.shared + piece, row % rows));
+    return;
+  }
+  run(w, a, s, head, heads, rows, {0, seq.context});
+  for (int row = 0; row < heads * rows; ++row) {
+    finish(a, a.cu_seqlens_q[s] + first + row % rows / GROUP, (head + row / rows) * GROUP + row % GROUP, w.o[row], w.m[row], w.l[row]);
+  }
+}
+
+// Merges the parts of every row of sequence s and one KV head, in order of their tokens.
+void merge(const pg_attend_args& a, const Workspace& ws, int64_t s, int64_t head) {
+  const Sequence seq = sequence(a, s);
+  for (int64_t row = 0; row < seq.tokens * GROUP; ++row) {
+    alignas(64) float merged[PART] = {};
+    merged[DVP] = NONE;
+    for (int64_t p = 0; p < seq.parts; ++p) {
+      const float* part = ws.part(s, seq, head, p, row);
+      fold(merged, part, part[DVP], part[DVP + 1]);
+    }
+    finish(a, a.cu_seqlens_q[s] + row / GROUP, head * GROUP + row % GROUP, merged, merged[DVP], merged[DVP + 1]);
+  }
+}
+}  // namespace
+
+PG_EXPORT int32_t pagegen_abi_version(void) { return PAGEGEN_ABI_VERSION; }
+
+PG_EXPORT int64_t pagegen_attend_workspace(const pg_attend_args* args) {
+  const int32_t status = validate(*args);
+  if (status) return -status;
+  int64_t part_rows = 0;
+  for (int64_t s = 0; s < args->num_seqs; ++s) part_rows += part_rows_of(sequence(*args, s));
+  return Workspace(*args, part_rows).bytes;
+}
+
+PG_EXPORT int32_t pagegen_attend(const pg_attend_args* args) {
+  const pg_attend_args& a = *args;
+  const int32_t status = validate(a);
+  if (status) return status;
+  int64_t part_rows = 0, sharing = 0, pieces = 0;
+  for (int64_t s = 0; s < a.num_seqs; ++s) {
+    const Sequence seq = sequence(a, s);
+    part_rows += part_rows_of(seq);
+    sharing += seq.shared ? seq.tokens : 0;
+    pieces += pieces_of(seq);
+  }
+  Workspace ws(a, part_rows);
+  if (a.workspace_bytes < uint64_t(ws.bytes)) return PG_E_WORKSPACE;
+  // A thread that reads all heads of a token reads memory in its order, which prefetchers follow; where there are few
+  // items, the threads share the heads instead.
+  if (pieces >= 4 * a.num_threads) ws.together = KV_HEADS;
+  ws.first_item[0] = parts_of(prefix_of(a)) * KV_HEADS * ((sharing + TILE_Q - 1) / TILE_Q);
+  ws.first_part[0] = ws.first_sharing[0] = 0;
+  for (int64_t s = 0; s < a.num_seqs; ++s) {
+    const Sequence seq = sequence(a, s);
+    ws.first_item[s + 1] = ws.first_item[s] + items_of(seq, ws.together);
+    ws.first_part[s + 1] = ws.first_part[s] + part_rows_of(seq);
+    ws.first_sharing[s + 1] = ws.first_sharing[s] + (seq.shared ? seq.tokens : 0);
+  }
+  const int64_t items = ws.first_item[a.num_seqs];
+#pragma omp parallel num_threads(std::max(1, a.num_threads))
+  {
+    Scratch& w = ws.scratch[omp_get_thread_num()];
+    // From the end: the last query tiles of a prefill are its longest.
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t i = items - 1; i >= 0; --i) item(a, ws, w, i);
+    if (part_rows) {
+#pragma omp for schedule(dynamic, 1)
+      for (int64_t i = 0; i < a.num_seqs * KV_HEADS; ++i) {
+        if (sequence(a, i / KV_HEADS).parts > 1) merge(a, ws, i / KV_HEADS, i % KV_HEADS);
+      }
+    }
+  }
+  return PG_OK;
+}

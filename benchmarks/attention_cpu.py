@@ -97,6 +97,18 @@ def default_attend(spec: KernelSpec, target: Target, values: dict[str, Any] | No
     return build(render(variant(Op.ATTEND, spec, target, config)))  # type: ignore[return-value]  # what ATTEND builds
 
 
+def on_threads(call: Call, threads: int) -> Call:
+    """The call on so many threads; those of the others stay."""
+    usual = torch.get_num_threads()
+
+    def limited() -> None:
+        torch.set_num_threads(threads)
+        call()
+        torch.set_num_threads(usual)
+
+    return limited
+
+
 def matrix_product(size: int) -> Call:
     """torch.mm of two square matrices in bf16."""
     a, b, product = (torch.randn(size, size).to(torch.bfloat16) for _ in range(3))
@@ -134,7 +146,11 @@ def contenders(batch: Batch, target: Target, configs: list[dict[str, Any]], peer
         package = load_package(tuned)
         add("tuned", package.attend, pool_like(pool, package.spec))
     for values in configs:
-        add(",".join(f"{knob}={value}" for knob, value in values.items()), default_attend(spec, target, values), pool)
+        name, knobs = ",".join(f"{knob}={value}" for knob, value in values.items()), dict(values)
+        threads = knobs.pop("threads", None)
+        add(name, default_attend(spec, target, knobs), pool)
+        if threads is not None:
+            calls[name] = on_threads(calls[name], threads)
     kv_bytes, threads, loops = point.kv_bytes(spec), torch.get_num_threads(), limits(target)
     memory = pool.k_cache.untyped_storage()
     pieces = max(1, memory.nbytes() // kv_bytes)
@@ -331,7 +347,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=0, help="default: the cores that may be used")
     parser.add_argument("--target", default="cpu", help="default: the best that runs here")
     parser.add_argument("--layout", default="NHD", help="KV layout of pagegen's default (default NHD)")
-    parser.add_argument("--config", action="append", default=[], metavar="KNOB=VALUE,...", help="one more contender: the default with knobs changed")
+    parser.add_argument("--config", action="append", default=[], metavar="KNOB=VALUE,...", help="one more contender: the default with knobs changed, or `threads`")
     parser.add_argument("--no-peers", action="store_true", help="pagegen and the plain read alone")
     parser.add_argument("--max-kv", type=float, default=MAX_KV_BYTES, metavar="BYTES", help="leave out larger batches (default 4 GiB)")
     parser.add_argument("--out", type=Path, default=Path("results"), help="default: results")

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
+from pagegen.build import build_kernels
 from pagegen.runtime.engine import RequestOutput
 from pagegen.runtime.launcher import default_kernels
 from pagegen.runtime.llm import LLM
 from pagegen.runtime.sampling_params import SamplingParams
 from pagegen.runtime.weights.resolve import resolve_model
 from pagegen.spec import DType
+from pagegen.target import detect, parse_target
 
 pytestmark = [pytest.mark.model, pytest.mark.compiler]
 
@@ -23,20 +25,24 @@ CASES: list[dict[str, Any]] = json.loads((Path(__file__).parents[1] / "golden" /
 ]
 
 
-def load(dtype: DType) -> LLM:
+# The best instruction set here, and in the long tests all others.
+ISAS = [pytest.param(isa, marks=[pytest.mark.long] if place else []) for place, isa in enumerate(detect().isa)]
+
+
+def load(dtype: DType, isa: str) -> LLM:
     """On default kernels built here, whatever packages this user has."""
-    kernels = default_kernels(resolve_model("smollm2-135m").config.kernel_spec(dtype))
-    return LLM("smollm2-135m", kernels=kernels, dtype=dtype, kv_cache_bytes=2**28)
+    spec = resolve_model("smollm2-135m").config.kernel_spec(dtype)
+    return LLM("smollm2-135m", kernels=build_kernels(spec, parse_target(f"cpu:{isa}")), dtype=dtype, kv_cache_bytes=2**28)
 
 
-@pytest.fixture(scope="module")
-def fp32() -> LLM:
-    return load(DType.FP32)
+@pytest.fixture(scope="module", params=ISAS)
+def fp32(request: pytest.FixtureRequest) -> LLM:
+    return load(DType.FP32, request.param)
 
 
-@pytest.fixture(scope="module")
-def bf16() -> LLM:
-    return load(DType.BF16)
+@pytest.fixture(scope="module", params=ISAS)
+def bf16(request: pytest.FixtureRequest) -> LLM:
+    return load(DType.BF16, request.param)
 
 
 def test_fp32_gives_transformers_tokens_and_logprobs(fp32: LLM) -> None:

@@ -1,4 +1,4 @@
-"""The machine's limits, measured: read bandwidth of each level of memory, FP32 and AMX peaks, by number of threads.
+"""The machine's limits, measured: read bandwidth of each level of memory, FP32 and BF16 peaks, by number of threads.
 
 A batch cannot take less time than its bytes at the bandwidth of where they lie, nor than its operations at the peak
 (Williams, Waterman and Patterson 2009, https://doi.org/10.1145/1498765.1498785).
@@ -35,10 +35,11 @@ class Limits:
     def __init__(self, target: Target) -> None:
         text = (TEMPLATES / "cpp" / "roofline.cpp").read_text()
         library = ctypes.CDLL(str(compile_library(text, target)))
-        self._read, self._fma, self._amx = library.pagegen_read, library.pagegen_fma, library.pagegen_amx
+        self._read, self._fma = library.pagegen_read, library.pagegen_fma
+        self._amx, self._pairs = library.pagegen_amx, library.pagegen_pairs
         self._read.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int32]
         self._read.restype = ctypes.c_uint64
-        for function in (self._fma, self._amx):
+        for function in (self._fma, self._amx, self._pairs):
             function.argtypes, function.restype = [ctypes.c_int64, ctypes.c_int32], ctypes.c_int64
 
     def read(self, address: int, num_bytes: int, threads: int, repeats: int = 1) -> None:
@@ -49,9 +50,9 @@ class Limits:
         """FP32 multiply-adds in registers; answers how many operations that were."""
         return int(self._fma(steps, threads))
 
-    def amx(self, threads: int, steps: int = AMX_STEPS) -> int:
-        """BF16 products of AMX tiles; 0 operations where there is no AMX."""
-        return int(self._amx(steps, threads))
+    def bf16(self, threads: int) -> int:
+        """BF16 products of AMX tiles, else of the target's vectors; answers how many operations, 0 where neither has them."""
+        return int(self._amx(AMX_STEPS, threads) or self._pairs(FMA_STEPS, threads))
 
 
 @functools.cache
@@ -64,7 +65,7 @@ def limits(target: Target) -> Limits:
 class Roofline:
     """What was measured, each by number of threads: bytes a second of a level of memory, operations a second.
 
-    `levels` has the bytes that were read in all threads together. `bf16` is empty where there is no AMX: bf16 is then
+    `levels` has the bytes that were read in all threads together. `bf16` is empty where nothing multiplies it: it is then
     widened to fp32 and its peak is that of fp32.
     """
 
@@ -159,7 +160,7 @@ def measure_roofline(target: Target | None = None, *, seconds: float = 2.0) -> R
             repeats = max(1, math.ceil(CALL_BYTES / size))
             calls[f"{level} {count}"] = functools.partial(loops.read, memory.data_ptr(), size, count, repeats)
             work[f"{level} {count}"] = size * repeats
-    for name, loop in (("fp32", loops.fma), ("bf16", loops.amx)):
+    for name, loop in (("fp32", loops.fma), ("bf16", loops.bf16)):
         for count in counts:
             if operations := loop(count):
                 calls[f"{name} {count}"] = functools.partial(loop, count)

@@ -1,4 +1,5 @@
-// What this machine can do at most: plain streaming reads, fused multiply-adds in registers, products of AMX tiles.
+// What this machine can do at most: plain streaming reads, fused multiply-adds in registers, products of pairs of bf16 and of
+// AMX tiles.
 // pagegen/tuning/roofline.py times the calls. No Jinja here: vectors are as wide as the target's flags allow.
 #include <cstdint>
 #include <omp.h>
@@ -6,6 +7,10 @@
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#endif
+
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
 #endif
 
 #if defined(__AVX512F__)
@@ -67,6 +72,28 @@ API int64_t pagegen_fma(int64_t steps, int32_t threads) {
     for (const Floats& sum : chain) kept += sum[0];
   }
   return kept > 0.0f ? steps * CHAINS * (VECTOR / 4) * 2 * threads : 0;
+}
+
+// BF16 operations of a call: 4 for each lane, chain, step and thread. 0: the target's vectors do not multiply pairs.
+API int64_t pagegen_pairs(int64_t steps, int32_t threads) {
+#if defined(__AVX512BF16__)
+  float kept = 0.0f;
+#pragma omp parallel num_threads(threads) reduction(+ : kept)
+  {
+    __m512 chain[CHAINS], factor = _mm512_setzero_ps();
+    asm volatile("" : "+x"(factor));
+    for (__m512& sum : chain) sum = _mm512_set1_ps(1.0f);
+    for (int64_t i = 0; i < steps; i++) {
+#pragma GCC unroll 12
+      for (int c = 0; c < CHAINS; c++) chain[c] = _mm512_dpbf16_ps(chain[c], (__m512bh)factor, (__m512bh)factor);
+    }
+    for (const __m512& sum : chain) kept += sum[0];
+  }
+  return kept > 0.0f ? steps * CHAINS * 16 * 4 * threads : 0;
+#else
+  (void)steps, (void)threads;
+  return 0;
+#endif
 }
 
 // BF16 operations of a call: 2 * 16 * 16 * 32 for each of 4 products of tiles a step and thread. 0: there is no AMX here.

@@ -7,6 +7,7 @@ import dataclasses
 from pagegen.errors import ConfigError
 from pagegen.runtime.kv_cache import block_bytes
 from pagegen.runtime.models.config import ModelConfig
+from pagegen.runtime.quantised import WEIGHT_DTYPES
 from pagegen.runtime.scheduler import (
     DEFAULT_MAX_NUM_BATCHED_TOKENS,
     DEFAULT_MAX_NUM_SEQS,
@@ -28,7 +29,8 @@ class EngineConfig:
     not computed, so a prompt of exactly that length gets one token. The KV pool has `num_blocks` blocks, or as many as
     fit into `kv_cache_bytes` (1 GiB if neither is given), but no more than `max_num_seqs` full-length sequences fill.
     `dtype` is that of weights and activations, and of the cache unless `kv_dtype` is one of KV_DTYPES: quantised, with
-    scales that fp8 has one of a tensor (1) and int8 and int4 have for each token and head. `max_num_batched_tokens` None is 512, or what one longest prompt
+    scales that fp8 has one of a tensor (1) and int8 and int4 have for each token and head. `weight_dtype` int8 or int4 is
+    that of the layers' linears in a model that is built for this engine. `max_num_batched_tokens` None is 512, or what one longest prompt
     beside the others' newest tokens takes where `policy` computes prompts whole.
 
     `policy` is a row of `scheduling.POLICIES`, `memory_policy` one of `policies.MEMORY_POLICIES`. `swap_bytes` is the
@@ -47,6 +49,7 @@ class EngineConfig:
     kv_cache_bytes: int | None = None
     dtype: DType = DType.BF16
     kv_dtype: DType | None = None
+    weight_dtype: DType | None = None
     policy: str = "default"
     memory_policy: str = "paged"
     preemption: Preemption = Preemption.RECOMPUTE
@@ -69,6 +72,9 @@ class EngineConfig:
         if self.kv_dtype is not None and self.kv_dtype not in (self.dtype, *KV_DTYPES):
             allowed = ", ".join((self.dtype, *KV_DTYPES))
             raise ConfigError(f"kv_dtype={self.kv_dtype} is not possible with dtype={self.dtype}; allowed: {allowed}")
+        if self.weight_dtype is not None and self.weight_dtype not in WEIGHT_DTYPES:
+            allowed = ", ".join(WEIGHT_DTYPES)
+            raise ConfigError(f"weight_dtype={self.weight_dtype} is not known; allowed: {allowed}, or None for dtype")
 
     def kernel_spec(self, model: ModelConfig, block_size: int) -> KernelSpec:
         """What attention a model needs here, token-major. Raises SpecError for one outside the kernel family."""

@@ -50,7 +50,7 @@ def launch(
     else:
         message = f"kernels of the caller, {kernels.spec.slug}"
     tokenizer = source.tokenizer()
-    network = build_model(source.config, source.weights(), config.dtype, config.deterministic)
+    network = build_model(source.config, source.weights(), config.dtype, config.deterministic, config.weight_dtype)
     engine = Engine(network, kernels, tokenizer, config, recorder)
     return Launched(source.name, engine, tokenizer, message)
 

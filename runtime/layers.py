@@ -15,6 +15,8 @@ import torch.nn.functional as F
 
 from pagegen.errors import ModelError
 from pagegen.runtime import batch_invariance
+from pagegen.runtime.quantised import Int4Linear, Int8Linear
+from pagegen.spec import DType
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -98,7 +100,7 @@ def silu_and_mul(gate_up: torch.Tensor, deterministic: bool = False) -> torch.Te
 
 class Checkpoint:
     """Named weights, checked against the expected names and shapes once, then taken in the model's dtype; `deterministic`
-    is that of the linears.
+    is that of the linears, whose weights are kept in `weight_dtype` where that is given.
 
     Raises ModelError naming the first weight that is missing, misshapen or unknown: a checkpoint is never half used.
     """
@@ -109,6 +111,7 @@ class Checkpoint:
         shapes: Mapping[str, tuple[int, ...]],
         dtype: torch.dtype,
         deterministic: bool = False,
+        weight_dtype: DType | None = None,
     ) -> None:
         for name, shape in shapes.items():
             if name not in weights:
@@ -123,12 +126,20 @@ class Checkpoint:
         self._weights = weights
         self.dtype = dtype
         self.deterministic = deterministic
+        self.weight_dtype = weight_dtype
 
-    def linear(self, *names: str) -> Linear:
-        """One Linear whose outputs are those of the named ones in turn; `names` without `.weight`."""
+    def linear(self, *names: str) -> Linear | Int8Linear | Int4Linear:
+        """One linear whose outputs are those of the named ones in turn; `names` without `.weight`."""
         biases = [f"{name}.bias" for name in names if f"{name}.bias" in self._weights]
         bias = self._join(biases) if biases else None
-        return Linear(self._join([f"{name}.weight" for name in names]), bias, self.deterministic)
+        weight = self._join([f"{name}.weight" for name in names])
+        match self.weight_dtype:
+            case DType.INT8:
+                return Int8Linear.of(weight, bias, self.deterministic)
+            case DType.INT4:
+                return Int4Linear.of(weight, bias, self.deterministic)
+            case _:
+                return Linear(weight, bias, self.deterministic)
 
     def norm(self, name: str, eps: float) -> RMSNorm:
         """An RMSNorm; its weight stays in float32."""

@@ -13,6 +13,7 @@ from pagegen.errors import ConfigError, RequestError
 from pagegen.kernel import PagedKernels
 from pagegen.runtime.engine import EngineConfig, RequestOutput
 from pagegen.runtime.engine_config import KV_DTYPES
+from pagegen.runtime.quantised import WEIGHT_DTYPES
 from pagegen.runtime.sampling_params import SamplingParams
 from pagegen.runtime.scheduler import DEFAULT_MAX_NUM_SEQS, Preemption
 from pagegen.runtime.sequence import FinishReason
@@ -35,6 +36,7 @@ class LLM:
         kernels: PagedKernels | str | Path | None = None,
         dtype: str | DType = DType.BF16,
         kv_dtype: str | DType | None = None,
+        weight_dtype: str | DType | None = None,
         block_size: int | None = None,
         max_num_seqs: int = DEFAULT_MAX_NUM_SEQS,
         max_num_batched_tokens: int | None = None,
@@ -52,6 +54,8 @@ class LLM:
             raise ConfigError(f"dtype={dtype!r} is not known; allowed: {', '.join(FLOATS)}; change dtype")
         if kv_dtype is not None and kv_dtype not in tuple(DType):
             raise ConfigError(f"kv_dtype={kv_dtype!r} is not known; allowed: {', '.join((*FLOATS, *KV_DTYPES))}")
+        if weight_dtype is not None and weight_dtype not in WEIGHT_DTYPES:
+            raise ConfigError(f"weight_dtype={weight_dtype!r} is not known; allowed: {', '.join(WEIGHT_DTYPES)}")
         if preemption not in tuple(Preemption):
             raise ConfigError(f"preemption={preemption!r} is not known; allowed: {', '.join(Preemption)}")
         config = EngineConfig(
@@ -62,6 +66,7 @@ class LLM:
             kv_cache_bytes=kv_cache_bytes,
             dtype=DType(dtype),
             kv_dtype=DType(kv_dtype) if kv_dtype else None,
+            weight_dtype=DType(weight_dtype) if weight_dtype else None,
             policy=policy,
             memory_policy=memory_policy,
             preemption=Preemption(preemption),

@@ -31,6 +31,15 @@ class EngineOptions:
         ),
     ] = None
     dtype: Annotated[str, typer.Option("--dtype", metavar="DTYPE", help="fp32, bf16 or fp16.")] = "bf16"
+    weights: Annotated[
+        str | None,
+        typer.Option(
+            "--weights",
+            metavar="DTYPE",
+            help="Keep the layers' weights in int8 or int4, rounded as they are loaded; default: as --dtype.",
+            show_default=False,
+        ),
+    ] = None
     kv_dtype: Annotated[
         str | None,
         typer.Option(
@@ -131,6 +140,7 @@ def load(model: str, options: EngineOptions) -> Launched:
     from pagegen.runtime.engine import EngineConfig
     from pagegen.runtime.engine_config import KV_DTYPES
     from pagegen.runtime.launcher import launch
+    from pagegen.runtime.quantised import WEIGHT_DTYPES
     from pagegen.runtime.scheduler import Preemption
     from pagegen.runtime.simulation.log import EventLog
     from pagegen.runtime.simulation.setup import Setup
@@ -138,6 +148,8 @@ def load(model: str, options: EngineOptions) -> Launched:
 
     if options.dtype not in FLOATS:
         raise ConfigError(f"--dtype {options.dtype} is not known; allowed: {', '.join(FLOATS)}")
+    if options.weights is not None and options.weights not in WEIGHT_DTYPES:
+        raise ConfigError(f"--weights {options.weights} is not known; allowed: {', '.join(WEIGHT_DTYPES)}, or leave it out")
     if options.kv_dtype is not None and options.kv_dtype not in (options.dtype, *KV_DTYPES):
         allowed = ", ".join((options.dtype, *KV_DTYPES))
         raise ConfigError(f"--kv-dtype {options.kv_dtype} is not possible with --dtype {options.dtype}; allowed: {allowed}")
@@ -152,6 +164,7 @@ def load(model: str, options: EngineOptions) -> Launched:
         kv_cache_bytes=parse_size(options.kv_cache_memory, "--kv-cache-memory"),
         dtype=DType(options.dtype),
         kv_dtype=DType(options.kv_dtype) if options.kv_dtype else None,
+        weight_dtype=DType(options.weights) if options.weights else None,
         policy=options.policy,
         memory_policy=options.memory_policy,
         preemption=Preemption(options.preemption),

@@ -26,6 +26,12 @@ def command(
         str | None,
         typer.Option("--dtype", metavar="DTYPE", help="fp32, bf16 or fp16; default: each.", show_default=False),
     ] = None,
+    weights: Annotated[
+        str | None,
+        typer.Option(
+            "--weights", metavar="DTYPE", help="Of the layers' weights: int8 or int4; default: as --dtype.", show_default=False
+        ),
+    ] = None,
     kv_dtype: Annotated[
         str | None,
         typer.Option(
@@ -51,6 +57,7 @@ def command(
     """
     from pagegen.memory import free_bytes
     from pagegen.runtime.engine_config import KV_DTYPES
+    from pagegen.runtime.quantised import WEIGHT_DTYPES
     from pagegen.runtime.simulation.capacity import plan
     from pagegen.runtime.weights.resolve import resolve_model
     from pagegen.spec import DType
@@ -58,6 +65,8 @@ def command(
     floats = [DType.FP32, DType.BF16, DType.FP16]
     if dtype is not None and dtype not in floats:
         raise ConfigError(f"--dtype {dtype} is not known; allowed: {', '.join(floats)}")
+    if weights is not None and weights not in WEIGHT_DTYPES:
+        raise ConfigError(f"--weights {weights} is not known; allowed: {', '.join(WEIGHT_DTYPES)}, or leave it out")
     if kv_dtype is not None and kv_dtype not in KV_DTYPES:
         raise ConfigError(f"--kv-dtype {kv_dtype} is not known; allowed: {', '.join(KV_DTYPES)}, or leave it out")
     memory = parse_size(mem, "--mem") or free_bytes()
@@ -70,6 +79,7 @@ def command(
             each,
             memory,
             kv_dtype=DType(kv_dtype) if kv_dtype else None,
+            weight_dtype=DType(weights) if weights else None,
             block_size=block_size,
             max_model_len=max_model_len,
             typical_len=length,
@@ -88,13 +98,14 @@ def command(
 def _show(name: str, memory: int, plans: list[Plan]) -> None:
     first = plans[0]
     columns = (
-        "dtype", "KV dtype", "weights", "KV a token", "KV cache", "weights %", "KV %", "other %", "blocks", "tokens",
+        "dtype", "KV dtype", "weights in", "weights", "KV a token", "KV cache", "weights %", "KV %", "other %", "blocks", "tokens",
         f"sequences of {first.typical_len}", f"of {first.max_model_len}", f"{first.max_model_len} reserved",
     )  # fmt: skip
     rows = [
         (
             row.dtype,
             row.kv_dtype,
+            row.weights,
             format_size(row.weight_bytes),
             format_size(row.kv_bytes_per_token),
             format_size(row.num_blocks * row.block_bytes),

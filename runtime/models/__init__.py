@@ -65,10 +65,17 @@ def check_architecture(architecture: str) -> None:
 
 
 def build_model(
-    config: ModelConfig, weights: Mapping[str, torch.Tensor], dtype: DType, deterministic: bool = False
+    config: ModelConfig,
+    weights: Mapping[str, torch.Tensor],
+    dtype: DType,
+    deterministic: bool = False,
+    weight_dtype: DType | None = None,
 ) -> CausalLM:
-    """The model of config.architecture with these weights. `deterministic` needs kernels of a deterministic spec, too."""
+    """The model of config.architecture with these weights. `deterministic` needs kernels of a deterministic spec, too.
+
+    `weight_dtype` int8 or int4 is that of the layers' linears; embedding and head stay in `dtype`.
+    """
     row = MODELS[config.architecture]
     make = getattr(import_module(f"{__name__}.{row.module}"), row.class_name)
-    model: CausalLM = make(config, weights, dtype, deterministic)
+    model: CausalLM = make(config, weights, dtype, deterministic, weight_dtype)
     return model

@@ -52,9 +52,14 @@ class LlamaForCausalLM:
     """Raises ModelError if the weights are not what the config says."""
 
     def __init__(
-        self, config: ModelConfig, weights: Mapping[str, torch.Tensor], dtype: DType, deterministic: bool = False
+        self,
+        config: ModelConfig,
+        weights: Mapping[str, torch.Tensor],
+        dtype: DType,
+        deterministic: bool = False,
+        weight_dtype: DType | None = None,
     ) -> None:
-        checkpoint = Checkpoint(weights, config.weight_shapes(), TORCH_DTYPES[dtype], deterministic)
+        checkpoint = Checkpoint(weights, config.weight_shapes(), TORCH_DTYPES[dtype], deterministic, weight_dtype)
         self.config = config
         self.dtype = dtype
         self.deterministic = deterministic

@@ -10,6 +10,7 @@ from pagegen.errors import ConfigError
 from pagegen.runtime.engine_config import EngineConfig
 from pagegen.runtime.kv_cache import block_bytes
 from pagegen.runtime.models.config import ModelConfig
+from pagegen.runtime.quantised import weight_bytes
 from pagegen.spec import DType
 
 
@@ -24,6 +25,7 @@ class Plan:
 
     dtype: str
     kv_dtype: str
+    weights: str
     memory_bytes: int
     weight_bytes: int
     other_bytes: int
@@ -56,6 +58,7 @@ def plan(
     memory_bytes: int,
     *,
     kv_dtype: DType | None = None,
+    weight_dtype: DType | None = None,
     block_size: int = 16,
     max_model_len: int | None = None,
     typical_len: int = 512,
@@ -69,19 +72,20 @@ def plan(
         )
     if not 0 <= other_share < 1 or typical_len < 1:
         raise ConfigError(f"other={other_share} and typical length={typical_len}; allowed: 0 up to 1, and 1 or more")
-    spec = EngineConfig(dtype=dtype, kv_dtype=kv_dtype).kernel_spec(config, block_size)
+    spec = EngineConfig(dtype=dtype, kv_dtype=kv_dtype, weight_dtype=weight_dtype).kernel_spec(config, block_size)
     size = block_bytes(spec, config.num_layers)
-    weight_bytes = dtype.itemsize * sum(math.prod(shape) for shape in config.weight_shapes().values())
+    num_bytes = sum(_bytes(name, shape, dtype, weight_dtype) for name, shape in config.weight_shapes().items())
     other_bytes = int(other_share * memory_bytes)
-    kv_bytes = max(memory_bytes - weight_bytes - other_bytes, 0)
+    kv_bytes = max(memory_bytes - num_bytes - other_bytes, 0)
     num_blocks = kv_bytes // size
     whole, typical = -(-length // block_size), -(-min(typical_len, length) // block_size)
     run = 1 << (whole - 1).bit_length()
     return Plan(
         dtype=dtype.value,
         kv_dtype=spec.cache_dtype.value,
+        weights=(weight_dtype or dtype).value,
         memory_bytes=memory_bytes,
-        weight_bytes=weight_bytes,
+        weight_bytes=num_bytes,
         other_bytes=other_bytes,
         kv_bytes=kv_bytes,
         kv_bytes_per_token=size // block_size,
@@ -95,3 +99,11 @@ def plan(
         typical=num_blocks // typical,
         fits=num_blocks >= whole,
     )
+
+
+def _bytes(name: str, shape: tuple[int, ...], dtype: DType, weight_dtype: DType | None) -> int:
+    """Of one weight; those of the layers' linears alone are kept in `weight_dtype`."""
+    if name.endswith("_proj.weight"):
+        num_outputs, num_inputs = shape
+        return weight_bytes(num_outputs, num_inputs, dtype, weight_dtype)
+    return dtype.itemsize * math.prod(shape)

@@ -17,7 +17,7 @@ from pagegen.runtime.scheduling.events import SchedulerEvent
 if TYPE_CHECKING:
     from pagegen.runtime.engine import Engine, EngineConfig
 
-MAX_BLOCKS = 2**31 - 1
+MAX_BLOCKS = 2**24  # books of more take gigabytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -63,6 +63,13 @@ def test_a_quantised_cache_takes_a_share_of_the_bytes_and_gives_nearly_the_same(
     assert first != other == pytest.approx(first, abs=0.05)
 
 
+def test_quantised_weights_give_nearly_the_same() -> None:
+    words = ("--prompt", "abcdefgh", "--max-tokens", "2", "--temperature", "0", "--logprobs", "0", "--json")
+    found = [generate(*words, *more).document["outputs"][0] for more in ((), ("--weights", "int8"), ("--weights", "int4"))]
+    first, int8, int4 = (output["logprobs"][0]["logprob"] for output in found)
+    assert first != int8 == pytest.approx(first, abs=0.1) and first != int4 == pytest.approx(first, abs=1.0)
+
+
 def test_a_chat_goes_through_the_template() -> None:
     document = generate("--chat", "hi", "--max-tokens", "1", "--json").document
     assert document["outputs"][0]["prompt_token_ids"][0] == 256
@@ -211,6 +218,7 @@ def test_an_interrupt_keeps_what_is_finished(tmp_path: Path, monkeypatch: pytest
         (("--prompt", "a", "--kv-blocks", "0"), "num_blocks"),
         (("--prompt", "a", "--kv-blocks", "9" * 30), "KV pool"),
         (("--prompt", "a", "--dtype", "fp8"), "fp32, bf16, fp16"),
+        (("--prompt", "a", "--weights", "int3"), "--weights int3 is not known; allowed: int8, int4"),
         (("--prompt", "a", "--kv-dtype", "int3"), "allowed: fp32, fp8_e4m3, fp8_e5m2, int8, int4"),
         (("--prompt", "a", "--kv-dtype", "bf16"), "--kv-dtype bf16 is not possible with --dtype fp32"),
         (("--prompt", "a", "--kernels", "/nowhere"), "/nowhere"),

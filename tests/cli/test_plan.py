@@ -37,6 +37,18 @@ def test_a_quantised_cache_holds_more_tokens_in_the_same_memory() -> None:
     assert wide["kv_bytes_per_token"] / narrow["kv_bytes_per_token"] == 16 * 2 / (16 / 2 + 4)
 
 
+def test_weights_in_fewer_bits_leave_more_to_the_cache() -> None:
+    words = ("plan", "smollm2-135m", "--mem", "1G", "--dtype", "bf16", "--json")
+    plain, int8, int4 = (
+        run(*words, *more).document["rows"][0] for more in ((), ("--weights", "int8"), ("--weights", "int4"))
+    )
+    assert [row["weights"] for row in (plain, int8, int4)] == ["bf16", "int8", "int4"]
+    head = 2 * 49152 * 576  # stays as it is
+    shares = [(row["weight_bytes"] - head) / (plain["weight_bytes"] - head) for row in (int8, int4)]
+    assert shares == [pytest.approx(1 / 2, abs=0.01), pytest.approx((4 + 1) / 16, abs=0.01)]
+    assert plain["num_blocks"] < int8["num_blocks"] < int4["num_blocks"]
+
+
 def test_what_does_not_fit_is_exit_1_and_said() -> None:
     result = run("plan", "dummy:llama-13b", "--mem", "20G")
     assert result.status == 1 and "no room for one sequence" in result.stderr and "fp16" in result.stdout
@@ -55,6 +67,7 @@ def test_without_a_size_it_is_about_this_machine() -> None:
         ("dummy:tiny", "--mem", "much"),
         ("dummy:tiny", "--dtype", "int8"),
         ("dummy:tiny", "--kv-dtype", "int3"),
+        ("dummy:tiny", "--weights", "fp8_e4m3"),
         ("dummy:tiny", "--max-model-len", "513"),
         ("dummy:tiny", "--max-model-len", "0"),
         ("dummy:tiny", "--block-size", "0"),

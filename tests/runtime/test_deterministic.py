@@ -18,6 +18,7 @@ from pagegen.runtime.engine_config import KV_DTYPES
 from pagegen.runtime.launcher import default_kernels, find_kernels
 from pagegen.runtime.models import CausalLM, build_model
 from pagegen.runtime.models.config import ModelConfig
+from pagegen.runtime.quantised import WEIGHT_DTYPES
 from pagegen.runtime.sampling_params import SamplingParams
 from pagegen.runtime.scheduler import Preemption
 from pagegen.runtime.weights.resolve import resolve_model
@@ -67,14 +68,16 @@ class Loaded:
 
 
 @functools.cache
-def tiny(dtype: DType, deterministic: bool, kv_dtype: DType | None = None) -> Loaded:
+def tiny(
+    dtype: DType, deterministic: bool, kv_dtype: DType | None = None, weight_dtype: DType | None = None
+) -> Loaded:
     generator = torch.Generator().manual_seed(7)
     weights = {
         name: torch.randn(shape, generator=generator) * (1 if len(shape) == 1 else shape[-1] ** -0.5)
         for name, shape in TINY.weight_shapes().items()
     }
     spec = TINY.kernel_spec(dtype, BLOCK_SIZE).replace(deterministic=deterministic, kv_dtype=kv_dtype)
-    return Loaded(build_model(TINY, weights, dtype, deterministic), default_kernels(spec))
+    return Loaded(build_model(TINY, weights, dtype, deterministic, weight_dtype), default_kernels(spec))
 
 
 @functools.cache
@@ -285,6 +288,11 @@ def test_deterministic_outputs_have_the_bits_of_each_alone(dtype: DType) -> None
 def test_with_a_quantised_cache_too(kv_dtype: DType) -> None:
     """Copied, swapped and shared blocks keep their scales: else they would mean other numbers."""
     assert_bits(Trial(tiny(DType.BF16, True, kv_dtype)), range(5))
+
+
+@pytest.mark.parametrize("weight_dtype", WEIGHT_DTYPES)
+def test_with_quantised_weights_too(weight_dtype: DType) -> None:
+    assert_bits(Trial(tiny(DType.BF16, True, None, weight_dtype)), range(5))
 
 
 @pytest.mark.long

@@ -75,6 +75,21 @@ def test_a_quantised_cache_moves_logprobs_by_little(kv_dtype: str, most: float) 
     assert most / 20 < statistics.fmean(off) < most
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(("weight_dtype", "least", "most"), [("int8", 0.01, 0.2), ("int4", 0.0, 1e-3)])
+def test_weights_in_8_bits_move_logprobs_by_little_and_in_4_by_nothing_as_this_file_has_them_so(
+    weight_dtype: str, least: float, most: float
+) -> None:
+    """The file is Q4_1, whose groups and ranges are those of our int4."""
+    kernels = default_kernels(resolve_model("smollm2-135m").config.kernel_spec(DType.FP32))
+    llm = LLM("smollm2-135m", kernels=kernels, dtype="fp32", weight_dtype=weight_dtype, num_blocks=64)
+    case = CASES[0]
+    (output,) = llm.generate([case["prompt_ids"]], SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0))
+    found = [entry.logprob for entry in output.prompt_logprobs or ()]
+    off = [abs(a - b) for a, b in zip(found, case["prompt_token_logprobs"], strict=True)]
+    assert least <= statistics.fmean(off) < most
+
+
 def test_a_chat_gives_the_references_prompt_and_answer(fp32: LLM) -> None:
     cases = [case for case in CASES if case.get("messages")]
     outputs = fp32.chat([case["messages"] for case in cases], SamplingParams(max_tokens=32, temperature=0.0))

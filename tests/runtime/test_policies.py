@@ -139,7 +139,7 @@ TestPolicyMachine.settings = settings(max_examples=100, stateful_step_count=40, 
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(3000)
 def test_a_hundred_thousand_changes() -> None:
     run_state_machine_as_test(
         PolicyMachine, settings=settings(max_examples=3000, stateful_step_count=50, deadline=None, derandomize=True)

@@ -36,6 +36,15 @@ ModelOption = Annotated[
 SpecArgument = Annotated[
     str | None, typer.Argument(metavar="SPEC", help="A YAML or JSON file, or a slug such as bf16-d64-h9x3-b16-NHD.")
 ]
+KvDtypeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--kv-dtype",
+        metavar="DTYPE",
+        help="Of the KV cache: fp8_e4m3, fp8_e5m2, int8 or int4; default: as --dtype.",
+        show_default=False,
+    ),
+]
 TargetOption = Annotated[str, typer.Option("--target", metavar="TARGET", help="auto, cpu, cpu:avx2, cuda:sm_90, ...")]
 
 # --- naming a spec ---------------------------------------------------------------------------------------------------

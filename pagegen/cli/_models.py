@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pagegen.cli._common import as_path, parse_size
+from pagegen.cli._common import KvDtypeOption, as_path, parse_size
 from pagegen.errors import ConfigError
 from pagegen.spec import DType
 
@@ -40,15 +40,7 @@ class EngineOptions:
             show_default=False,
         ),
     ] = None
-    kv_dtype: Annotated[
-        str | None,
-        typer.Option(
-            "--kv-dtype",
-            metavar="DTYPE",
-            help="Of the KV cache: fp8_e4m3, fp8_e5m2, int8 or int4; default: as --dtype.",
-            show_default=False,
-        ),
-    ] = None
+    kv_dtype: KvDtypeOption = None
     max_model_len: Annotated[int | None, typer.Option("--max-model-len", help="Tokens of prompt and output.")] = None
     max_num_seqs: Annotated[int, typer.Option("--max-num-seqs", help="Sequences that run together.")] = 64
     max_num_batched_tokens: Annotated[

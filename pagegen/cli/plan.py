@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pagegen.cli import NO
-from pagegen.cli._common import JsonOption, ModelArgument, format_size, note, parse_size, print_json, print_table
+from pagegen.cli._common import (
+    JsonOption,
+    KvDtypeOption,
+    ModelArgument,
+    format_size,
+    note,
+    parse_size,
+    print_json,
+    print_table,
+)
 from pagegen.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,15 +41,7 @@ def command(
             "--weights", metavar="DTYPE", help="Of the layers' weights: int8 or int4; default: as --dtype.", show_default=False
         ),
     ] = None,
-    kv_dtype: Annotated[
-        str | None,
-        typer.Option(
-            "--kv-dtype",
-            metavar="DTYPE",
-            help="Of the KV cache: fp8_e4m3, fp8_e5m2, int8 or int4; default: as --dtype.",
-            show_default=False,
-        ),
-    ] = None,
+    kv_dtype: KvDtypeOption = None,
     block_size: Annotated[int, typer.Option("--block-size", metavar="N", help="Tokens of a block.")] = 16,
     max_model_len: Annotated[
         int | None, typer.Option("--max-model-len", help="Tokens of prompt and output; default: the model's.")

@@ -149,7 +149,10 @@ async def send(client: httpx.AsyncClient, server: Server, request: LoadRequest, 
                 if line.startswith("data:") and (payload := line.removeprefix("data:").strip()) != "[DONE]":
                     _take(json.loads(payload), timing)
         timing.error = None if timing.chunks else "the stream had no chunk"
-    except (httpx.HTTPError, httpx.StreamError, OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+    except (
+        *(httpx.HTTPError, httpx.StreamError, OSError),
+        *(ValueError, TypeError, LookupError, AttributeError, RecursionError),  # what is no such stream
+    ) as error:
         timing.error = _said(error)
     return timing
 

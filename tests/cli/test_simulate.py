@@ -51,6 +51,7 @@ def test_a_recorded_run_repeats_and_can_be_tried_under_another_policy(tmp_path: 
         ("--trace", "alpaca", "--seconds", "0"),
         ("--trace", "alpaca", "--seconds", "nan"),
         ("--trace", "alpaca", "--kv-blocks", "0"),
+        ("--trace", "alpaca", "--kv-blocks", "2000000000"),
         ("--trace", "fixed:9000x1"),
         ("--trace", "fixed:0x8"),
         ("--trace", "alpaca", "--phase", "later"),

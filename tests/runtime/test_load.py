@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import json
 import math
 import statistics
 
+import httpx
 import pytest
 
 from pagegen.errors import ConfigError
+from pagegen.runtime.load.client import Server, send
 from pagegen.runtime.load.metrics import Timing, parse_goodput, parse_percentiles, summarise
 from pagegen.runtime.load.offline import PHASES, TimedKernels, profile, run_engine
 from pagegen.runtime.load.requests import LoadRequest, arrivals, token_prompts, word_prompts
@@ -111,6 +115,64 @@ def test_prompts_have_their_lengths_and_share_their_prefix_alone() -> None:
         assert len({tuple(piece[:7]) for piece in pieces}) == 1 and len({tuple(piece[7:12]) for piece in pieces}) == 20
     tokens = [token for p in token_prompts(rows, 300, seed=2) for token in p.prompt]
     assert min(map(int, tokens)) >= 0 and max(map(int, tokens)) < 300
+
+
+# --- a server's stream -----------------------------------------------------------------------------------------------
+
+
+def answered(text: str, status: int = 200, *, chat: bool = False) -> Timing:
+    """What is made of one request to a server that answers with this text."""
+
+    async def ask() -> Timing:
+        transport = httpx.MockTransport(lambda _: httpx.Response(status, text=text))
+        async with httpx.AsyncClient(transport=transport, base_url="http://there") as asker:
+            return await send(asker, Server("http://there", "m", chat=chat), LoadRequest("one two three", 9), [])
+
+    return asyncio.run(ask())
+
+
+def stream(*documents: object) -> str:
+    return "".join(f"data: {json.dumps(document)}\n\n" for document in documents)
+
+
+def test_a_server_that_sends_no_usage_has_a_token_a_chunk_with_text() -> None:
+    texts = stream(*({"choices": [{"index": 0, "text": text}]} for text in ("a", "b", "")))
+    timing = answered(": ping\n\n" + texts + "data: [DONE]\n\n")
+    assert timing.completed and (timing.prompt_tokens, timing.output_tokens, len(timing.chunks)) == (3, 2, 3)
+    deltas = stream({"choices": [{"delta": {"role": "assistant"}}]}, {"choices": [{"delta": {"content": "a"}}]})
+    timing = answered(deltas, chat=True)
+    assert (timing.output_tokens, len(timing.chunks)) == (1, 2)
+
+
+def test_usage_is_believed_wherever_it_comes() -> None:
+    usage = {"prompt_tokens": 40, "completion_tokens": 5}
+    for last in ({"choices": [], "usage": usage}, {"choices": [{"text": "b"}], "usage": usage}):
+        timing = answered(stream({"choices": [{"text": "a"}]}, last))
+        assert (timing.prompt_tokens, timing.output_tokens) == (40, 5)
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "said"),
+    [
+        ("", 200, "the stream had no chunk"),
+        ("data: [DONE]\n\n", 200, "the stream had no chunk"),
+        ("<html>a proxy</html>", 200, "the stream had no chunk"),
+        ("data: {broken\n\n", 200, "Expecting"),
+        ("data: 5\n\n", 200, "'int'"),
+        ("data: " + 100_000 * "[" + "\n\n", 200, "recursion"),
+        (stream({"choices": ["text"]}), 200, "'str'"),
+        (stream({"choices": [{"text": "a"}]}, {"error": {"message": "out of\nmemory"}}), 200, "out of memory"),
+        (stream({"choices": [{"text": "a"}], "usage": {"prompt_tokens": "many"}}), 200, "completion_tokens"),
+        ('{"error": {"message": "no such model"}}', 404, "status 404: no such model"),
+        ('{"error": "gone"}', 410, "status 410: gone"),
+        ("<html>\n bad gateway" + "x" * 9000, 502, "status 502: <html> bad gateway"),
+        ("", 503, "status 503: nothing"),
+    ],
+)
+def test_whatever_else_comes_is_a_failure_in_one_short_line(text: str, status: int, said: str) -> None:
+    timing = answered(text, status)
+    assert not timing.completed and said in (timing.error or "") and "\n" not in (timing.error or "")
+    assert len(timing.error or "") < 400
 
 
 # --- an engine -------------------------------------------------------------------------------------------------------

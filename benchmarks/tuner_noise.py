@@ -110,9 +110,11 @@ def study(seed: int, noise: float = 0.1, total: int = 48) -> Choice:
         name, found = next(reversed(configs)), dict[Point, Measurement]()
         for step, point in enumerate(POINTS):
             found[point] = machine.measure(configs, point, POINT_SECONDS)
-            why = judge.hear(step, found[point].ratio(name).median, point.weight)
+            why = judge.hear(step, found[point].middle_ratio(name), point.weight)
             if why:
-                return Evaluation(Status.PRUNED, config.to_dict(), why)
+                logs = sum(at.weight * math.log(its.middle_ratio(name)) for at, its in found.items())
+                partial = math.exp(logs / sum(at.weight for at in found))
+                return Evaluation(Status.PRUNED, config.to_dict(), why, partial=partial)
         score = geomean_of_medians([m.ratios(name) for m in found.values()], [point.weight for point in POINTS])
         timings = {point.name: m.timing(name) for point, m in found.items()}
         width = (score.high - score.low) / 2 / score.median

@@ -52,10 +52,13 @@ class Evaluation:
     estimate: Mapping[str, float] = dataclasses.field(default_factory=dict)  # workload point -> seconds, by a model
     noise: float | None = None  # half-width of the score's interval, over the score
     roofline: float | None = None  # share of what the machine's limits allow, geometric mean over the batches
+    partial: float | None = None  # of a candidate that was not timed to its end: its score on the batches that it was timed on
 
     def __post_init__(self) -> None:
         if (self.status is Status.PASSED) != (self.score is not None):
             raise ValueError(f"a score goes with PASSED and only with it, not with {self.status}")
+        if self.partial is not None and self.status is not Status.PRUNED:
+            raise ValueError(f"a partial score goes with PRUNED only, not with {self.status}")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; `from_dict` is the inverse."""

@@ -136,6 +136,12 @@ def test_an_evaluation_survives_json() -> None:
         assert Evaluation.from_dict(json.loads(json.dumps(evaluation.to_dict()))) == evaluation
 
 
+def test_a_partial_score_goes_with_pruned_only() -> None:
+    assert Evaluation.from_dict(Evaluation(Status.PRUNED, {}, partial=1.1).to_dict()).partial == 1.1
+    with pytest.raises(ValueError, match="PRUNED only"):
+        Evaluation(Status.PASSED, {}, score=1.0, partial=1.1)
+
+
 @pytest.mark.parametrize("status", Status)
 def test_a_score_goes_with_passed_and_only_with_it(status: Status) -> None:
     score = None if status is Status.PASSED else 1.0

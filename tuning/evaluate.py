@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import math
 import os
 import signal
 import statistics
@@ -373,11 +374,12 @@ class Evaluator:
                     return Evaluation(error.status, values, f"{point.name}: {error}")
                 except PagegenError as error:
                     return Evaluation(Status.RUN_ERROR, values, f"{point.name}: {error}")
-                why = judge.hear(step, found.ratio(name).median, point.weight)
+                why = judge.hear(step, found.middle_ratio(name), point.weight)
                 left = len(order) - step - 1
                 if why and left and config != self.default:
                     saved = left * (time.monotonic() - begin) / (step + 1)
-                    return Evaluation(Status.PRUNED, values, f"{why}; {left} batches left out, about {saved:.1f} s")
+                    why += f"; {left} batches left out, about {saved:.1f} s"
+                    return Evaluation(Status.PRUNED, values, why, partial=_partial(measured, name))
         score = geomean_of_medians([measured[point].ratios(name) for point in points], [point.weight for point in points])
         conditions = Conditions.of([measured[point] for point in points])
         return Evaluation(
@@ -399,3 +401,9 @@ class Evaluator:
             if found.setting
         ]
         return statistics.geometric_mean(shares) if shares else None
+
+
+def _partial(measured: Mapping[Point, Measurement], name: str) -> float:
+    """The score over some batches: time over the default's, weighted geometric mean."""
+    logs = {point: math.log(found.middle_ratio(name)) for point, found in measured.items()}
+    return math.exp(sum(point.weight * log for point, log in logs.items()) / sum(point.weight for point in logs))

@@ -12,11 +12,13 @@ from pagegen.records import Evaluation
 
 TAIL = 10  # best scores that the bound on what is left is fitted to
 PATIENCE = 20
+GAIN = 0.02  # what a table may lose to the best finalists: less is not worth more trials, nor is less than the noise
+CHANCE = 0.02  # of more than that, below which a search ends
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StopRule:
-    """Stops a bucket when its best config is good enough, or when what is left promises less than can be told apart.
+    """Stops a bucket when its best config is good enough, or when what is left hardly promises more than GAIN.
 
     `roofline_share`: of what the machine's measured limits allow; None: never. `patience`: trials in a row without a gain
     beyond the noise before the second rule is looked at; 0: never. Raises ConfigError for what is neither.
@@ -50,26 +52,29 @@ class StopRule:
                 if math.log(found.score) < best - noise:
                     last = number
                 best = min(best, math.log(found.score))
-        idle, left = len(evaluations) - last, total - len(evaluations)
+        idle, left, gain = len(evaluations) - last, total - len(evaluations), max(noise, GAIN)
         if idle < self.patience:
             return ""
-        expected = expected_gain([math.log(found.score) for found in evaluations if found.score], left / len(evaluations))
-        if expected >= noise:
+        scores = [found.score or found.partial for found in evaluations]  # without the pruned, all that is known is alike
+        chance = chance_of(gain, [math.log(score) for score in scores if score], left / len(evaluations))
+        if chance > CHANCE:
             return ""
         return (
-            f"no gain beyond the noise of {noise:.1%} in {idle} trials, and the {left} left are expected to gain {expected:.1%}"
+            f"no gain beyond the noise of {noise:.1%} in {idle} trials, and one of more than {gain:.1%} among the {left} left has "
+            f"a chance of {chance:.1%}"
         )
 
 
-def expected_gain(scores: Sequence[float], more: float) -> float:
-    """By how much the least of `scores` is expected to fall in `more` times as many further draws.
+def chance_of(gain: float, scores: Sequence[float], more: float) -> float:
+    """How likely the least of `scores` falls by more than `gain` in `more` times as many further draws.
 
     The best TAIL of them (half of them at most) are taken for the exponential tail of what the search draws: their mean
-    distance from the worst of them is its scale s, and the least of n draws then falls with log(n): s log(1 + more). Tails of
-    running times are lighter than that, as no kernel takes no time, so this is a bound rather than a guess.
+    distance from the worst of them is its scale s. A further draw is below the least of n with a chance of 1 / n, and by more
+    than `gain` in exp(-gain / s) of these cases. Tails of running times are lighter than that, as no kernel takes no time, so
+    this is a bound rather than a guess.
     """
     tail = sorted(scores)[: min(TAIL, len(scores) // 2)]
     if len(tail) < 2:
-        return math.inf
+        return 1.0
     scale = statistics.mean(tail[-1] - score for score in tail[:-1])
-    return scale * math.log1p(more)
+    return -math.expm1(-more * math.exp(-gain / scale)) if scale > 0 else 0.0

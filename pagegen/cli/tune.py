@@ -80,8 +80,8 @@ def command(
         typer.Option(
             "--patience",
             metavar="N",
-            help="End a bucket's search after N trials without a gain beyond the noise, if those that are left are expected to "
-            "gain less than it; 0: never.",
+            help="End a bucket's search after N trials without a gain beyond the noise, if those that are left hardly promise "
+            "one of 2 %; 0: never.",
         ),
     ] = 20,
     warm_start: Annotated[

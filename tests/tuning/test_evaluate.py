@@ -71,6 +71,7 @@ def test_the_heaviest_batches_are_timed_first_and_a_hopeless_candidate_is_not_ti
         monkeypatch.setattr(made._timer, "start", lambda: None)
         found = made.evaluate(Phase.DECODE, OTHER, Judge(dict.fromkeys(range(6), 1.0)))
         assert found.status is Status.PRUNED and "20% slower" in found.reason and "2 batches left out" in found.reason
+        assert found.partial == pytest.approx(1.2)
         assert asked == ["6x1@8", "5x1@8", "4x1@8", "3x1@8"] and found.score is None
         whole = made.evaluate(Phase.DECODE, OTHER)
         assert whole.score == pytest.approx(1.2) and whole.noise == pytest.approx(0) and list(whole.timings) == [p.name for p in points]

@@ -2,6 +2,7 @@
 
 import fcntl
 import itertools
+import math
 import os
 import random
 import subprocess
@@ -58,6 +59,11 @@ def test_a_candidate_twice_as_fast_has_half_the_anchors_time() -> None:
     assert result.timing("fast").median == pytest.approx(1e-3)
     assert all(ratio == pytest.approx(0.5) for ratio in result.ratios("fast"))
     assert all(ratio == 1.0 for ratio in result.ratios("default"))
+
+
+def test_the_middle_of_a_ratio_is_that_of_its_interval() -> None:
+    found = Measurement("a", {"a": (1.0, 2.0, 3.0, 5.0), "b": (2.0, 2.0, 9.0, 1.0)})
+    assert found.middle_ratio("b") == found.ratio("b").median == pytest.approx(math.sqrt(2))
 
 
 def test_drift_of_the_machine_cancels_in_the_ratio() -> None:

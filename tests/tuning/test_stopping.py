@@ -8,7 +8,7 @@ import pytest
 
 from pagegen.errors import ConfigError
 from pagegen.records import Evaluation, Status
-from pagegen.tuning.stopping import StopRule, expected_gain
+from pagegen.tuning.stopping import StopRule, chance_of
 
 
 def passed(score: float, noise: float | None = 0.01, roofline: float | None = None) -> Evaluation:
@@ -22,7 +22,8 @@ FLAT = [passed(1.0 + 0.0001 * number) for number in range(30)]
 def test_a_flat_space_is_left_after_the_patience_is_spent() -> None:
     rule = StopRule(patience=20)
     assert not rule.reason(FLAT[:19], 40)
-    assert "in 2" in rule.reason(FLAT[:25], 40) and "the 15 left are expected to gain 0.0%" in rule.reason(FLAT[:25], 40)
+    reason = rule.reason(FLAT[:25], 40)
+    assert "in 2" in reason and "one of more than 2.0% among the 15 left has a chance of 0.0%" in reason
 
 
 def test_a_gain_beyond_the_noise_renews_the_patience_and_one_within_it_does_not() -> None:
@@ -33,6 +34,14 @@ def test_a_gain_beyond_the_noise_renews_the_patience_and_one_within_it_does_not(
 def test_a_wide_spread_among_the_best_promises_more_and_goes_on() -> None:
     wide = [passed(1.0 + 0.1 * number) for number in range(30)]
     assert not StopRule(patience=20).reason(wide, 300)
+
+
+def test_what_was_pruned_counts_in_the_spread() -> None:
+    """Of a search that prunes, those that are timed to their end are alike, and tell nothing of what is left."""
+    alike = [passed(1.0 + 0.001 * number) for number in range(6)]
+    pruned = [Evaluation(Status.PRUNED, {}, "slower", partial=1.03 + 0.03 * number) for number in range(24)]
+    assert StopRule(patience=20).reason([*alike, *([FAILED] * 24)], 60)
+    assert not StopRule(patience=20).reason([*alike, *pruned], 60)
 
 
 @pytest.mark.parametrize("evaluations", [[], [FAILED] * 30, [passed(1.0, None)] * 30], ids=["none", "failed", "no noise known"])
@@ -56,17 +65,20 @@ def test_what_is_no_rule_is_refused(share: float, patience: int, word: str) -> N
         StopRule(share, patience)
 
 
-@pytest.mark.parametrize(("draw", "slack"), [("exponential", 1.5), ("normal", 5), ("uniform", 20)])
-def test_the_expected_gain_bounds_what_more_draws_gain_and_is_close_for_the_tail_it_assumes(draw: str, slack: float) -> None:
+@pytest.mark.parametrize(("draw", "slack"), [("exponential", 1.5), ("normal", 4), ("uniform", 1)])
+@pytest.mark.parametrize("gain", [0.0, 0.7])
+def test_the_chance_bounds_that_of_more_draws_and_is_close_for_the_tail_it_assumes(draw: str, slack: float, gain: float) -> None:
     generator = random.Random(0)
     sample = {
         "exponential": lambda: -generator.expovariate(1.0),
         "normal": lambda: generator.gauss(0, 1),
         "uniform": generator.random,
     }[draw]
-    gains, bounds = [], []
-    for _ in range(400):
+    gained, chances = [], []
+    for _ in range(600):
         first, second = [sample() for _ in range(40)], [sample() for _ in range(40)]
-        gains.append(max(0.0, min(first) - min(second)))
-        bounds.append(expected_gain(first, 1.0))
-    assert statistics.mean(gains) < statistics.mean(bounds) < slack * statistics.mean(gains)
+        gained.append(min(second) < min(first) - gain)
+        chances.append(chance_of(gain, first, 1.0))
+    rate, bound = statistics.mean(gained), statistics.mean(chances)
+    assert rate - 0.06 < bound  # three standard errors
+    assert gain == 0 or bound < slack * rate + 0.02

@@ -4,6 +4,7 @@ The script that shows it is run on the truth files that it made, with few seeds:
 """
 
 import importlib.util
+import struct
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -11,20 +12,28 @@ from typing import Any
 
 import pytest
 
+from pagegen.catalog import template_for, variant
+from pagegen.render import render
 from pagegen.space import Config
+from pagegen.spec import Op, parse_slug
+from pagegen.target import parse_target
 
 ROOT = Path(__file__).parents[2]
 TRUTHS = sorted(ROOT.glob("results/*/regret/*.json"))
 
 
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("regret", ROOT / "benchmarks" / "regret.py")
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
-    sys.modules["regret"] = module  # dataclasses look their module up
+    sys.modules[name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    return load("regret")
 
 
 @pytest.fixture(scope="module", params=TRUTHS, ids=lambda path: path.stem)
@@ -72,3 +81,21 @@ def test_the_search_needs_few_trials(script: ModuleType, truth: Any) -> None:
 def test_the_search_needs_half_the_trials_of_random_search(script: ModuleType, truth: Any) -> None:
     row = script.replay(truth, range(20), (script.TUNER, script.RANDOM))
     assert row.ok, row.trials
+
+
+def test_kernels_share_a_compile_where_they_differ_in_how_work_is_cut_only() -> None:
+    shared, spec, target = (
+        load("shared_compile").shared,
+        parse_slug("bf16-d64-h9x3-b16-NHD")[0],
+        parse_target("cpu:avx512"),
+    )
+    space = template_for(Op.ATTEND, spec, target).space(spec, target)
+
+    def seen(**knobs: int) -> tuple[str, tuple[int, ...]]:
+        text, values = shared(render(variant(Op.ATTEND, spec, target, space.config(knobs))).text)
+        return text, struct.unpack("4i", values)
+
+    text, values = seen(tile_q=16, split_kv=1024, pack_rows=16, tile_few=32)
+    assert values == (16, 1024, 16, 32)
+    assert seen(tile_q=4, split_kv=256, pack_rows=64, tile_few=128) == (text, (4, 256, 64, 128))
+    assert seen(row_block=1)[0] != text and seen(tile_kv=128)[0] != text and seen(prefetch=0)[0] != text

@@ -154,6 +154,7 @@ class PackagedKernels:
         self.dispatch = {op: self._table(op) for op in PAGED_OPS}
         self._lock = threading.Lock()
         self._loaded: dict[str, AnyKernel] | None = None
+        self._last: tuple[object, Attend | None] = (None, None)  # the batch that was asked for last, and its kernel
         self._told: set[tuple[Phase, tuple[str, ...]]] = set()  # ways of being outside the table that were warned of
 
     def _table(self, op: Op) -> DispatchTable:
@@ -200,8 +201,13 @@ class PackagedKernels:
         GPU batch is not, since that would wait for the device, and gets the rows of the table without a bound on it.
         """
         self._require_room(k_cache)
-        name = self._choose(q, context_lens, max_query_len, max_context_len)
-        kernel = cast(Attend, self._kernels()[name])
+        # The layers of a step ask for the same batch: all but the first take its answer, for between two of them much of what
+        # Python would touch here has left the processor's caches.
+        asked = (q.shape, context_lens.shape, context_lens.dtype, max_query_len, max_context_len)
+        known, kernel = self._last
+        if kernel is None or max_context_len is None or asked != known:
+            kernel = cast(Attend, self._kernels()[self._choose(q, context_lens, max_query_len, max_context_len)])
+            self._last = asked, kernel
         kernel(
             out,
             q,
@@ -272,9 +278,9 @@ class PackagedKernels:
         cast(CopyBlocks, self._kernels()[self.dispatch[Op.COPY_BLOCKS].fallback])(k_cache, v_cache, pairs, scales=scales)
 
     def _require_room(self, k_cache: torch.Tensor) -> None:
-        if self.max_blocks is not None and len(k_cache) > self.max_blocks:
+        if self.max_blocks is not None and k_cache.shape[0] > self.max_blocks:  # not len: torch's costs microseconds
             raise PackageError(
-                f"package {self.name}: the cache has {len(k_cache)} blocks, and indices are proven to fit up to {self.max_blocks} "
+                f"package {self.name}: the cache has {k_cache.shape[0]} blocks, and indices are proven to fit up to {self.max_blocks} "
                 "(max_blocks in its manifest); use fewer blocks, or larger ones"
             )
 

@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import datetime
 import errno
+import functools
 import hashlib
 import importlib.util
 import itertools
@@ -130,10 +131,20 @@ class _ForeignKernels:
         max_query_len: int | None = None,
         max_context_len: int | None = None,
     ) -> None:
-        arguments = (out, q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q)
-        given = {} if extras is NO_ATTEND_EXTRAS else {"extras": extras}
-        hints = {"max_query_len": max_query_len, "max_context_len": max_context_len}
-        self.kernels.attend(*arguments, scale=scale, lse=lse, **hints, **given)
+        attend = self.kernels.attend if extras is NO_ATTEND_EXTRAS else functools.partial(self.kernels.attend, extras=extras)
+        attend(
+            out,
+            q,
+            k_cache,
+            v_cache,
+            block_table,
+            context_lens,
+            cu_seqlens_q,
+            scale=scale,
+            lse=lse,
+            max_query_len=max_query_len,
+            max_context_len=max_context_len,
+        )
 
     def write_kv(
         self,

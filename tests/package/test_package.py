@@ -26,7 +26,7 @@ from pagegen.explain import explain
 from pagegen.kernel import PagedKernels, allocate_cache
 from pagegen.loader import FIELDS, KERNEL_FIELDS, PackagedKernels, read_manifest
 from pagegen.package import find_package, install_package, load_package, package_name, verify_package, write_package
-from pagegen.records import DispatchRow, DispatchTable
+from pagegen.records import BatchShape, DispatchRow, DispatchTable
 from pagegen.spec import PAGED_OPS, Op, Phase, parse_slug
 from pagegen.target import parse_target
 from tests.package.conftest import SPEC, TABLES, edit_manifest, marked, packaged, tree, write
@@ -88,6 +88,22 @@ def test_the_batch_chooses_the_kernel_and_the_default_stays_reachable(marked_pac
         assert which(package, rows=4, seqs=1, context=9, max_query_len=4) == 1  # prefill, one
     assert which(package, rows=1, seqs=3, context=64) == 2  # a CPU batch is read for what was not said
     assert which(package.default_kernels(), rows=1, seqs=3, context=64) == 1
+
+
+def test_layers_of_a_step_look_at_the_table_once_and_any_other_batch_anew(marked_package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels, shapes = PackagedKernels(marked_package), list[BatchShape]()
+    find = DispatchTable.find
+
+    def looked_at(table: DispatchTable, shape: BatchShape) -> DispatchRow | None:
+        shapes.append(shape)
+        return find(table, shape)
+
+    monkeypatch.setattr(DispatchTable, "find", looked_at)
+    step: dict[str, Any] = {"rows": 1, "seqs": 3, "context": 64, "max_query_len": 1, "max_context_len": 64}
+    assert [which(kernels, **step) for _ in range(30)] == [2] * 30 and len(shapes) == 1
+    assert which(kernels, rows=4, seqs=3, context=9, max_query_len=4, max_context_len=9) == 3 and len(shapes) == 2
+    assert which(kernels, **step) == 2 and len(shapes) == 3
+    assert [which(kernels, rows=1, seqs=3, context=context) for context in (64, 64)] == [2, 2] and len(shapes) == 5, "not said: read"
 
 
 def test_a_loaded_package_raises_the_callers_own_errors(original: Path) -> None:

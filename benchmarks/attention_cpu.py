@@ -147,8 +147,8 @@ def contenders(batch: Batch, target: Target, configs: list[dict[str, Any]], peer
         add("tuned", package.attend, pool_like(pool, package.spec))
     for values in configs:
         name, knobs = ",".join(f"{knob}={value}" for knob, value in values.items()), dict(values)
-        threads = knobs.pop("threads", None)
-        add(name, default_attend(spec, target, knobs), pool)
+        threads, where = knobs.pop("threads", None), parse_target(knobs.pop("target", target.name))
+        add(name, default_attend(spec, where, knobs), pool)
         if threads is not None:
             calls[name] = on_threads(calls[name], threads)
     kv_bytes, threads, loops = point.kv_bytes(spec), torch.get_num_threads(), limits(target)
@@ -347,7 +347,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=0, help="default: the cores that may be used")
     parser.add_argument("--target", default="cpu", help="default: the best that runs here")
     parser.add_argument("--layout", default="NHD", help="KV layout of pagegen's default (default NHD)")
-    parser.add_argument("--config", action="append", default=[], metavar="KNOB=VALUE,...", help="one more contender: the default with knobs changed, or `threads`")
+    parser.add_argument("--config", action="append", default=[], metavar="KNOB=VALUE,...", help="one more contender: the default with knobs changed, or `threads`, or `target`")
     parser.add_argument("--no-peers", action="store_true", help="pagegen and the plain read alone")
     parser.add_argument("--max-kv", type=float, default=MAX_KV_BYTES, metavar="BYTES", help="leave out larger batches (default 4 GiB)")
     parser.add_argument("--out", type=Path, default=Path("results"), help="default: results")

@@ -1,6 +1,6 @@
 """One engine, every memory policy: the same requests on a real model under paging, Orca's reservations and whole batches.
 
-    python benchmarks/memory_policies.py                       # some 15 minutes on 2 cores; writes a record and a plot
+    python benchmarks/memory_policies.py                       # some 12 minutes on 2 cores; writes a record and a plot
     python benchmarks/memory_policies.py --requests 40         # a look
 
 200 requests with the lengths of the vLLM paper's ShareGPT trace, all there from the start. The paper's proportions are

@@ -27,7 +27,7 @@ from pagegen.records import Evaluation, Status
 from pagegen.space import Config, ConfigSpace, Knob, power_of_two
 from pagegen.spec import Phase
 from pagegen.tuning.decide import DEFAULT, choose_finalists, propose, settle
-from pagegen.tuning.evaluate import CANDIDATE, POINT_SECONDS
+from pagegen.tuning.evaluate import CANDIDATE, POINT_SECONDS, partial_score
 from pagegen.tuning.job import CONTEST_SECONDS, FINAL_SECONDS
 from pagegen.tuning.measure import Measurement, geomean_of_medians, measure
 from pagegen.tuning.pruning import Judge
@@ -112,9 +112,7 @@ def study(seed: int, noise: float = 0.1, total: int = 48) -> Choice:
             found[point] = machine.measure(configs, point, POINT_SECONDS)
             why = judge.hear(step, found[point].middle_ratio(name), point.weight)
             if why:
-                logs = sum(at.weight * math.log(its.middle_ratio(name)) for at, its in found.items())
-                partial = math.exp(logs / sum(at.weight for at in found))
-                return Evaluation(Status.PRUNED, config.to_dict(), why, partial=partial)
+                return Evaluation(Status.PRUNED, config.to_dict(), why, partial=partial_score(found, name))
         score = geomean_of_medians([m.ratios(name) for m in found.values()], [point.weight for point in POINTS])
         timings = {point.name: m.timing(name) for point, m in found.items()}
         width = (score.high - score.low) / 2 / score.median

@@ -129,7 +129,7 @@ def _cpp_attend_space(spec: KernelSpec, target: Target) -> ConfigSpace:
             *(() if spec.deterministic else (few,)),  # deterministic: decode and prefill take the same tiles
             Knob("row_block", (1, 2, 3, 4, 6, 8), direct, "query rows that share a loaded K or V vector, decode"),
             Knob("row_block_packed", (2, 4, 6, 8, 12), 6, "the same where the tile is packed first, prefill"),
-            Knob("pack_rows", packing, 32 if spec.v_in_k else 16, "from this many rows on, K and V tiles are packed to fp32 first"),
+            Knob("pack_rows", packing, 32 if spec.v_in_k else 16, "from this many rows on, K and V tiles are packed first"),
             Knob("prefetch", (0, 1, 2), 1, "tiles ahead that are prefetched through the block table"),
         ),
         (too_large,),

@@ -379,7 +379,7 @@ class Evaluator:
                 if why and left and config != self.default:
                     saved = left * (time.monotonic() - begin) / (step + 1)
                     why += f"; {left} batches left out, about {saved:.1f} s"
-                    return Evaluation(Status.PRUNED, values, why, partial=_partial(measured, name))
+                    return Evaluation(Status.PRUNED, values, why, partial=partial_score(measured, name))
         score = geomean_of_medians([measured[point].ratios(name) for point in points], [point.weight for point in points])
         conditions = Conditions.of([measured[point] for point in points])
         return Evaluation(
@@ -403,7 +403,7 @@ class Evaluator:
         return statistics.geometric_mean(shares) if shares else None
 
 
-def _partial(measured: Mapping[Point, Measurement], name: str) -> float:
-    """The score over some batches: time over the default's, weighted geometric mean."""
+def partial_score(measured: Mapping[Point, Measurement], name: str) -> float:
+    """The score of `name` over some batches: time over the anchor's, weighted geometric mean."""
     logs = {point: math.log(found.middle_ratio(name)) for point, found in measured.items()}
     return math.exp(sum(point.weight * log for point, log in logs.items()) / sum(point.weight for point in logs))

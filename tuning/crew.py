@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pagegen
 from pagegen.errors import PagegenError
+from pagegen.tuning.machine import working
 
 TERMINATED = 128 + signal.SIGTERM  # the exit status of one that gave its trial back when it was told to end
 SECONDS_TO_END = 60.0  # for giving back a trial: a compiler or a driver of the gate may have to be waited for
@@ -70,16 +71,23 @@ def _start(request: str, errors: int) -> subprocess.Popen[str]:
 
 def serve() -> None:
     """A member of the crew: joins the study that stands on its stdin."""
-    from pagegen.tuning.joining import join
-
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # unwinds: the trial is given back
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
     request = json.load(sys.stdin)
     if os.getppid() != request["parent"]:
         return
     try:
+        join = _loaded_join()
         join(request["study"], request["storage"], budget=request["budget"], say=lambda line: None)
     except PagegenError as error:
         sys.exit(str(error))
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
+
+
+def _loaded_join() -> Callable[..., object]:
+    """`join`. Loading it takes a core for seconds, on which another may be timing."""
+    with working(say=lambda line: None):
+        from pagegen.tuning.joining import join
+
+        return join

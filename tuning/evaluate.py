@@ -16,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Self, cast
@@ -114,6 +114,7 @@ class Timer:
         self._setup = setup
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
+        self._is_ready = False
 
     def time(
         self,
@@ -153,11 +154,21 @@ class Timer:
             raise TimerDied(Status.RUN_ERROR, answer.reason)
         return answer
 
-    def start(self) -> Connection:
-        """Sees to it that the process runs: this takes seconds. Raises TimerDied."""
+    def begin(self) -> None:
+        """Starts the process unless it runs, and does not wait for it."""
         if self._process and self._process.poll() is not None:  # died in its sleep: nobody's fault
             self.close()
-        return self._connection or self._start()
+        if not self._connection:
+            self._begin()
+
+    def start(self) -> Connection:
+        """Sees to it that the process runs: this takes seconds. Raises TimerDied."""
+        self.begin()
+        assert self._connection
+        if not self._is_ready:
+            self._receive(self._connection, STARTUP_TIMEOUT)
+            self._is_ready = True
+        return self._connection
 
     def close(self) -> None:
         """Ends the process."""
@@ -167,8 +178,9 @@ class Timer:
         if self._connection:
             self._connection.close()
         self._process = self._connection = None
+        self._is_ready = False
 
-    def _start(self) -> Connection:
+    def _begin(self) -> None:
         mine, its = Pipe()
         code = f"from pagegen.tuning.evaluate import serve; serve({its.fileno()})"
         root = str(Path(pagegen.__file__).parents[1])  # found there even if pagegen is not installed
@@ -183,9 +195,8 @@ class Timer:
         )
         its.close()
         self._connection = mine
-        mine.send(self._setup)
-        self._receive(mine, STARTUP_TIMEOUT)
-        return mine
+        with contextlib.suppress(ConnectionError):  # who asks for its answer is told how it ended
+            mine.send(self._setup)
 
     def _receive(self, connection: Connection, timeout: float) -> object:
         try:
@@ -253,8 +264,8 @@ def _answer(request: _Request, pool: Pool, target: Target, kernels: dict[Config,
 class Evaluator:
     """Evaluates configs of `attend` for one spec on this machine. A context manager: it owns the timing process.
 
-    Of several evaluators on one machine one times, and no other builds or gates meanwhile if that takes the cores that
-    are timed. With a `roofline`, evaluations say what share of it they reach.
+    Of several evaluators on one machine one times, and no other does anything meanwhile if that takes the cores that are
+    timed (`busy`). With a `roofline`, evaluations say what share of it they reach.
     """
 
     def __init__(
@@ -321,7 +332,8 @@ class Evaluator:
         """
         try:
             workload = self.workloads[phase]
-            self._timer.start()
+            with self.busy():
+                self._timer.start()
             with exclusive(say=self._say_once):
                 return {
                     point: self._timer.time(configs, anchor, point, seconds, with_sdpa=with_sdpa, warm=workload.warm)
@@ -329,6 +341,10 @@ class Evaluator:
                 }
         except TimerDied as error:
             raise CheckError(f"a config that had passed the gate failed in {phase}: {error}; run the command again") from None
+
+    def busy(self) -> contextlib.AbstractContextManager[None]:
+        """To be held while something takes a core that another process may be timing on; not together with a timing."""
+        return working(say=self._say_once) if self.target.kind == "cpu" else contextlib.nullcontext()
 
     def _say_once(self, line: str) -> None:
         """Says who is waited for, the first time: workers of one machine wait for each other all the time."""
@@ -344,7 +360,7 @@ class Evaluator:
         values = config.to_dict()
         try:
             if self.target.kind == "cpu":
-                with working(say=self._say_once):
+                with self.busy(), self._starting():
                     report = check_variant(render(variant(Op.ATTEND, self.spec, self.target, config)))
             else:
                 report = self._timer.gate(config)
@@ -356,15 +372,34 @@ class Evaluator:
             return Evaluation(error.status, values, f"gate: {error}"), 0.0
         return None if report.passed else Evaluation(report.status, values, report.reason), report.seconds
 
+    @contextlib.contextmanager
+    def _starting(self) -> Iterator[None]:
+        """Has the timing process start beside what is done in the block, and be there at its end."""
+        self._timer.begin()
+        failure: PagegenError | None = None
+        try:
+            yield
+        except PagegenError as error:
+            failure = error
+        with contextlib.suppress(TimerDied):  # the first batch's timing says what is wrong with it
+            self._timer.start()
+        if failure:
+            raise failure
+
     def _timed(self, phase: Phase, config: Config, judge: Judge) -> Evaluation:
-        values = config.to_dict()
-        configs = {DEFAULT: self.default} if config == self.default else {DEFAULT: self.default, CANDIDATE: config}
-        name = next(reversed(configs))
+        measured = self._measured(phase, config, judge)
+        if isinstance(measured, Evaluation):
+            return measured
+        with self.busy():
+            return self._scored(phase, config, measured)
+
+    def _measured(self, phase: Phase, config: Config, judge: Judge) -> dict[Point, Measurement] | Evaluation:
+        """The timings of all batches; or what became of a config that did not come through them."""
+        values, name = config.to_dict(), self._name(config)
+        configs = {DEFAULT: self.default, name: config}
         points, warm = self.workloads[phase].points, self.workloads[phase].warm
         order = sorted(points, key=lambda point: (-point.weight, point.name))
         measured: dict[Point, Measurement] = {}
-        with contextlib.suppress(TimerDied):  # the first batch's timing says what is wrong with it
-            self._timer.start()
         with exclusive(say=self._say_once):  # over all batches, or others would work between them
             begin = time.monotonic()
             for step, point in enumerate(order):
@@ -380,17 +415,24 @@ class Evaluator:
                     saved = left * (time.monotonic() - begin) / (step + 1)
                     why += f"; {left} batches left out, about {saved:.1f} s"
                     return Evaluation(Status.PRUNED, values, why, partial=partial_score(measured, name))
+        return measured
+
+    def _scored(self, phase: Phase, config: Config, measured: Mapping[Point, Measurement]) -> Evaluation:
+        points, name = self.workloads[phase].points, self._name(config)
         score = geomean_of_medians([measured[point].ratios(name) for point in points], [point.weight for point in points])
         conditions = Conditions.of([measured[point] for point in points])
         return Evaluation(
             Status.PASSED,
-            values,
+            config.to_dict(),
             score=score.median,
             timings={point.name: measured[point].timing(name) for point in points},
             conditions=conditions.to_dict() if conditions else {},
             noise=(score.high - score.low) / 2 / score.median,
             roofline=self._roofline_share(measured, name),
         )
+
+    def _name(self, config: Config) -> str:
+        return DEFAULT if config == self.default else CANDIDATE
 
     def _roofline_share(self, measured: Mapping[Point, Measurement], name: str) -> float | None:
         if self.roofline is None:

@@ -125,7 +125,15 @@ def tune(
             try:
                 evaluate = {each.value: functools.partial(evaluator.evaluate, each) for each in phases}
                 with crew(workers - 1, job.name, url, budget, say):
-                    search(found, evaluate, budget=budget, rule=rule, watch=watch, waits=lambda who: tell_waiting(who, say))
+                    search(
+                        found,
+                        evaluate,
+                        budget=budget,
+                        rule=rule,
+                        watch=watch,
+                        waits=lambda who: tell_waiting(who, say),
+                        busy=evaluator.busy,
+                    )
             finally:  # however it ends
                 write_trials(folder, [(each.name, *row) for each in found.values() for row in each.evaluations])
             trials_of = {each: found[each].evaluations for each in phases}

@@ -22,6 +22,7 @@ from pagegen.spec import KernelSpec, Op, Phase
 from pagegen.target import is_present, parse_target
 from pagegen.tuning.crew import crew
 from pagegen.tuning.evaluate import Evaluator
+from pagegen.tuning.machine import working
 from pagegen.tuning.roofline import Roofline
 from pagegen.tuning.sampling import Coding
 from pagegen.tuning.search import Progress, search
@@ -105,18 +106,19 @@ def studies(
     """A study a bucket, opened or made, which says what it is about. `worker` tells apart the seeds of those who share it."""
     opened: dict[str, BucketStudy] = {}
     try:
-        for phase, total in job.totals.items():
-            opened[phase.value] = BucketStudy(
-                storage,
-                f"{job.name}/{phase.value}",
-                space_of(evaluator),
-                identity(evaluator, phase),
-                seed=f"{job.seed}{worker}",
-                total=total,
-                sampler=job.sampler,
-            )
-            if not worker:
-                opened[phase.value].describe(JOB, {**job.to_dict(), "opened": time.time()})
+        with evaluator.busy():
+            for phase, total in job.totals.items():
+                opened[phase.value] = BucketStudy(
+                    storage,
+                    f"{job.name}/{phase.value}",
+                    space_of(evaluator),
+                    identity(evaluator, phase),
+                    seed=f"{job.seed}{worker}",
+                    total=total,
+                    sampler=job.sampler,
+                )
+                if not worker:
+                    opened[phase.value].describe(JOB, {**job.to_dict(), "opened": time.time()})
         yield opened
     finally:
         for study in opened.values():
@@ -153,11 +155,20 @@ def join(
         raise ConfigError(f"there is no journal {storage} to join; change --storage")
     backend = open_storage(storage, Path.cwd())
     with in_reach(storage):
-        job, evaluator = _matching(backend, name, storage)
+        with working(say=say):
+            job, evaluator = _matching(backend, name, storage)
         with evaluator, studies(backend, evaluator, job, worker=f" {time.time()}") as found:
             evaluate = {phase.value: functools.partial(evaluator.evaluate, phase) for phase in job.totals}
             with crew(workers - 1, name, storage, budget, say):
-                made = search(found, evaluate, budget=budget, rule=job.rule, watch=watch, waits=lambda who: tell_waiting(who, say))
+                made = search(
+                    found,
+                    evaluate,
+                    budget=budget,
+                    rule=job.rule,
+                    watch=watch,
+                    waits=lambda who: tell_waiting(who, say),
+                    busy=evaluator.busy,
+                )
             counts = Counter(evaluation.status for study in found.values() for evaluation in study.by_trial())
             return {
                 "format": 1,

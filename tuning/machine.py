@@ -43,7 +43,8 @@ def exclusive(path: Path | None = None, say: Callable[[str], None] | None = None
 def working(path: Path | None = None, say: Callable[[str], None] | None = None) -> Iterator[None]:
     """Keeps timings waiting while something runs that would disturb them, and waits while one runs.
 
-    Any number may work at once. Otherwise as `exclusive`.
+    Any number may work at once, but none that comes after a timing that waits: who builds would else begin the next build at
+    once, and who waits to time be idle for all of it. Otherwise as `exclusive`.
     """
     with _held(path, fcntl.LOCK_SH, "work", say):
         yield
@@ -51,7 +52,16 @@ def working(path: Path | None = None, say: Callable[[str], None] | None = None) 
 
 @contextlib.contextmanager
 def _held(path: Path | None, kind: int, what: str, say: Callable[[str], None] | None) -> Iterator[None]:
-    path = path or timing_lock()
+    """The lock, for which all queue: who is at the turn gets it next, whatever its kind."""
+    path, tell = path or timing_lock(), _once(say or _to_stderr)
+    with contextlib.ExitStack() as lock:
+        with _locked(path.with_name(f"{path.name}.turn"), fcntl.LOCK_EX, what, tell):
+            lock.enter_context(_locked(path, kind, what, tell))
+        yield
+
+
+@contextlib.contextmanager
+def _locked(path: Path, kind: int, what: str, say: Callable[[str], None]) -> Iterator[None]:
     while True:
         handle = _open(path)
         try:
@@ -59,7 +69,7 @@ def _held(path: Path | None, kind: int, what: str, say: Callable[[str], None] | 
                 fcntl.flock(handle, kind | fcntl.LOCK_NB)
             except BlockingIOError:
                 holder = os.pread(handle, 400, 0).decode(errors="replace").strip() or "another process"
-                (say or _to_stderr)(f"{what} waits for {holder}")
+                say(f"{what} waits for {holder}")
                 fcntl.flock(handle, kind)
             if not _is_still(path, handle):
                 continue  # removed by somebody who cleans up: others would lock the new file
@@ -102,6 +112,17 @@ def _is_still(path: Path, handle: int) -> bool:
 def _self() -> str:
     command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])[:80]
     return f"process {os.getpid()} of user {os.getuid()} ({command}), since {time.strftime('%H:%M:%S')}"
+
+
+def _once(say: Callable[[str], None]) -> Callable[[str], None]:
+    said: list[str] = []
+
+    def tell(line: str) -> None:
+        if not said:
+            say(line)
+        said.append(line)
+
+    return tell
 
 
 def _to_stderr(line: str) -> None:

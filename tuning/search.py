@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +12,7 @@ from pagegen.records import Evaluation
 from pagegen.space import Config
 from pagegen.tuning.pruning import Judge
 from pagegen.tuning.stopping import StopRule
-from pagegen.tuning.study import BucketStudy
+from pagegen.tuning.study import BucketStudy, Claim
 
 WAIT_SECONDS = 0.5  # between two looks at what other processes are evaluating
 
@@ -37,12 +38,15 @@ def search(
     rule: StopRule | None = None,
     watch: Callable[[Progress], None] | None = None,
     waits: Callable[[Sequence[str]], None] | None = None,
+    busy: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
 ) -> int:
     """Evaluates configs, the bucket with the fewest next, until every study has its total or no config is left.
 
-    A study for which `rule` has a reason to stop ends before its total, and carries the reason as `stopped`. Waits for what other processes are evaluating, and takes it over from those that die; `waits` is told who they are,
-    once. No evaluation begins once `budget` seconds have passed. Returns the number of evaluations made here. An
-    exception gives the claim back and goes on upwards; what was finished stays.
+    A study for which `rule` has a reason to stop ends before its total, and carries the reason as `stopped`. Waits for what
+    other processes are evaluating, and takes it over from those that die; `waits` is told who they are, once. `busy` is held
+    while a config is chosen and an evaluation recorded, not while one is made. No evaluation begins once `budget` seconds have
+    passed. Returns the number of evaluations made here. An exception gives the claim back and goes on upwards; what was
+    finished stays.
     """
     begin, made, told = time.monotonic(), 0, False
     total = sum(study.total for study in studies.values())
@@ -50,11 +54,9 @@ def search(
     for study in studies.values():
         study.stopped = rule.reason(study.by_trial(), study.total)
     while budget is None or time.monotonic() - begin < budget:
-        for name in sorted(_open(studies), key=lambda name: studies[name].num_evaluated):
-            claim = studies[name].claim()
-            if claim:
-                break
-        else:
+        with busy():
+            name, claim = _claim(studies)
+        if claim is None:
             holders = [holder for study in studies.values() for holder in study.holders]
             if not holders:
                 break
@@ -68,17 +70,23 @@ def search(
         except BaseException:
             studies[name].release(claim)
             raise
-        evaluation = studies[name].finish(claim, evaluation)
+        with busy():
+            evaluation = studies[name].finish(claim, evaluation)
+            studies[name].stopped = rule.reason(studies[name].by_trial(), studies[name].total)  # looks at the storage
         made += 1
-        studies[name].stopped = rule.reason(studies[name].by_trial(), studies[name].total)  # looks at the storage
         if watch:
             best = next(iter(studies[name].ranked()), None)
             watch(Progress(name, evaluation, best, sum(study.num_evaluated for study in studies.values()), total))
     return made
 
 
-def _open(studies: Mapping[str, BucketStudy]) -> list[str]:
-    return [name for name, study in studies.items() if not study.stopped]
+def _claim(studies: Mapping[str, BucketStudy]) -> tuple[str, Claim | None]:
+    """The next config of the open study with the fewest evaluations that has one left."""
+    is_open = [name for name, study in studies.items() if not study.stopped]
+    for name in sorted(is_open, key=lambda name: studies[name].num_evaluated):
+        if claim := studies[name].claim():
+            return name, claim
+    return "", None
 
 
 def share_trials(trials: int, buckets: Sequence[str]) -> dict[str, int]:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,24 @@ def test_many_work_at_once_but_never_beside_a_timing(tmp_path: Path) -> None:
         with working(lock, said.append):
             assert log.read_text().split() == ["begin", "end"]
     assert len(said) == 1 and f"work waits for process {process.pid}" in said[0]
+
+
+def test_work_that_comes_after_a_timing_that_waits_does_not_overtake_it(tmp_path: Path) -> None:
+    lock, order = tmp_path / "lock", list[str]()
+    is_waiting = {name: threading.Event() for name in ("timing", "work")}
+
+    def take(name: str, held: Callable[..., contextlib.AbstractContextManager[None]]) -> None:
+        with held(lock, lambda line: is_waiting[name].set()):
+            order.append(name)
+
+    threads = [threading.Thread(target=take, args=row) for row in (("timing", exclusive), ("work", working))]
+    with working(lock):
+        for name, thread in zip(is_waiting, threads, strict=True):
+            thread.start()
+            assert is_waiting[name].wait(60), f"{name} did not wait"
+    for thread in threads:
+        thread.join(60)
+    assert order == ["timing", "work"]
 
 
 def test_a_holder_that_is_killed_holds_nothing_and_who_waits_says_for_whom(tmp_path: Path) -> None:

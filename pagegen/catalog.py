@@ -12,6 +12,7 @@ from .spec import MAX_HEAD_DIM, MAX_LATENT_GROUP, DType, KernelSpec, KVLayout, O
 from .target import Target
 
 ALL_PHASES = frozenset(Phase)
+TILE_BYTES = 96 << 10  # of K and V of all heads, in a tile of the C++ attend with few rows
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -120,7 +121,10 @@ def _cpp_attend_space(spec: KernelSpec, target: Target) -> ConfigSpace:
     if products(spec, target) == "pairs" and not spec.v_in_k:  # products are quick: what a tile costs otherwise is shared by more
         tile_q = min(64, max(16, 1 << (128 // group).bit_length() - 1))
         tile_kv = 64 if spec.deterministic else 128
-    few = Knob("tile_few", (16, 32, 64, 128), 32, "the same where an item has few rows, as in decode; at most tile_kv")
+    # Two tiles of all heads, this one and the one that is prefetched, are to stay in the second cache beside what else is there.
+    token = spec.kv_heads * (spec.k_width + (0 if spec.v_in_k else spec.v_width)) * spec.cache_dtype.itemsize
+    tile_few = max(16, min(64, 1 << (TILE_BYTES // token).bit_length() - 1)) if token <= TILE_BYTES else 16
+    few = Knob("tile_few", (16, 32, 64, 128), tile_few, "the same where an item has few rows, as in decode; at most tile_kv")
     return ConfigSpace(
         (
             power_of_two("tile_kv", 16, 256, tile_kv, "tokens of one online-softmax step"),

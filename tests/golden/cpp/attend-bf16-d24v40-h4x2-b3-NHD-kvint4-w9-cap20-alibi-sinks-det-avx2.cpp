@@ -268,10 +268,14 @@ static inline uint8_t narrow_8_bit(float value, float most) {
 
 namespace simd {
 using V = __m256;
-static constexpr int W = 8;
+static constexpr int W = 8, REGISTERS = 16;
 #define SIMD_INLINE [[maybe_unused]] static inline __attribute__((always_inline))
 
 SIMD_INLINE V zero() { return _mm256_setzero_ps(); }
+SIMD_INLINE V held(V v) {
+  asm("" : "+x"(v));
+  return v;
+}
 SIMD_INLINE V set1(float x) { return _mm256_set1_ps(x); }
 SIMD_INLINE V add(V a, V b) { return _mm256_add_ps(a, b); }
 SIMD_INLINE V mul(V a, V b) { return _mm256_mul_ps(a, b); }
@@ -371,9 +375,14 @@ SIMD_INLINE void load_nibbles(const uint8_t* p, int n, V& low, V& high) {
   high = _mm256_cvtepi32_ps(_mm256_srli_epi32(both, 4));
 }
 
-SIMD_INLINE V sum4(V a, V b, V c, V d) { return _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d)); }
+// A blend costs less than a shuffle, and a horizontal add is two shuffles and more.
+SIMD_INLINE V sum2(V a, V b) { return add(_mm256_blend_ps(a, b, 0xcc), _mm256_shuffle_ps(a, b, 0x4e)); }
+SIMD_INLINE V sum4(V a, V b, V c, V d) {
+  const V ab = sum2(a, b), cd = sum2(c, d);
+  return add(_mm256_shuffle_ps(ab, cd, 0x88), _mm256_shuffle_ps(ab, cd, 0xdd));
+}
 SIMD_INLINE V join(const V* parts) {
-  return add(_mm256_permute2f128_ps(parts[0], parts[1], 0x20), _mm256_permute2f128_ps(parts[0], parts[1], 0x31));
+  return add(_mm256_blend_ps(parts[0], parts[1], 0xf0), _mm256_permute2f128_ps(parts[0], parts[1], 0x21));
 }
 
 // In place: lane j of rows[i] becomes lane i of rows[j].
@@ -430,6 +439,14 @@ constexpr int SPLIT_Q = std::max(1, std::min(TILE_Q, PACK_ROWS / GROUP));
 constexpr int ROWS = TILE_Q * GROUP;
 constexpr int PART = DVP + 2;  // a merged part: unnormalised output, maximum, sum
 constexpr float LOG2E = 1.44269504088896341f, LN2 = 0.69314718055994531f, NONE = -INFINITY;
+
+// The same address, as one that the compiler knows nothing of. What is read through it stays an operand in memory where it
+// is used: GCC moves loads that a loop repeats in front of it, whether there are registers for them or not.
+template <class U>
+inline __attribute__((always_inline)) const U* anew(const U* p) {
+  asm volatile("" : "+r"(p));
+  return p;
+}
 
 template <class U>
 inline __attribute__((always_inline)) V load_dims(const U* p, int left) {
@@ -499,18 +516,39 @@ struct Tile {
   float k_scale[TS], v_scale[TS];
 };
 
-// The rows of K or V of a tile, in the order of memory: all KV heads of a token, then the next token.
-struct Ahead {
-  const C* const* tokens = nullptr;
-  int64_t to_next = 0;  // from one KV head to the next
-  int count = 0, heads = 0, token = 0, head = 0;
+constexpr int K_LINES = 1;  // cache lines of a row
+constexpr int V_LINES = 1;  // cache lines of a row
 
-  const C* next(const C* otherwise) {
-    if (token >= count) return otherwise;
-    const C* row = tokens[token] + head * to_next;
-    if (++head == heads) head = 0, ++token;
-    return row;
+// The lines of the tile ahead, prefetched beside the work on a tile: in the order of memory, which is the order that the
+// processor's own prefetchers and the memory's open rows like, and at an even pace, for a burst would fill the queue of
+// misses that the work's own loads stand in.
+template <int LINES>
+struct Ahead {
+  const char *list[TILE_KV * LINES], *const *at, *const *end;
+  int due;
+
+  void begin(int rows) { at = list, end = list + rows * LINES, due = 0; }
+  // Inlined by force: to GCC a function that only prefetches does nothing, and its call may go.
+  inline __attribute__((always_inline)) void next(const char* const*& line, int count = 1) const {
+    for (int i = 0; i < count; ++i)
+      if (line != end) __builtin_prefetch(*line++, 0, 2);
   }
+};
+
+// Where one stands in the list, in registers: DONE products of the ALL that a token takes are one step.
+template <int LINES, int DONE, int ALL>
+struct Pace {
+  Ahead<LINES>& ahead;
+  const char* const* at = ahead.at;
+  int due = ahead.due;
+
+  inline __attribute__((always_inline)) void step() {
+    if (PREFETCH == 0) return;
+    ahead.next(at, DONE * LINES / ALL);
+    if constexpr (DONE * LINES % ALL > 0)
+      if ((due += DONE * LINES % ALL) >= ALL) due -= ALL, ahead.next(at);
+  }
+  ~Pace() { ahead.at = at, ahead.due = due; }
 };
 
 // What one thread works in. Sizes are compile-time facts, so the workspace is one multiplication.
@@ -518,7 +556,7 @@ struct alignas(64) Scratch {
   float q[ROWS][DP];  // scaled by softmax scale
   float s[ROWS][TS];  // scores, then weights
   float o[ROWS][DVP];
-  float m[ROWS], l[ROWS], alpha[ROWS];
+  float m[ROWS], l[ROWS], alpha[ROWS + W];
   float merged[ROWS][PART];  // parts so far
   int64_t limit[ROWS];  // tokens that a row sees
   int64_t first[ROWS];  // but not those before this one
@@ -526,7 +564,8 @@ struct alignas(64) Scratch {
   float k_tile[D][TS];
   float v_tile[TILE_KV][DVP];
   Tile tiles[PREFETCH + 1];
-  Ahead k_ahead, v_ahead;  // what is prefetched next
+  Ahead<K_LINES> k_ahead;
+  Ahead<V_LINES> v_ahead;
 };
 
 struct Sequence {
@@ -655,19 +694,19 @@ inline void locate(const pg_attend_args& a, const int32_t* table, int64_t head, 
 // Tokens from `i` on, up to the end of the tile, that lie in one block.
 [[maybe_unused]] inline int run_of(const Tile& tile, int i) { return std::min(tile.count - i, BLOCK - int((tile.t + i) % BLOCK)); }
 
-// Prefetches the line of a row that begins with dim d, if one does. A row of the tile ahead goes with a row that is worked on,
-// line by line: a burst of prefetches would fill the queue of misses that the work's own loads stand in. Inlined by force:
-// to GCC a function that only prefetches does nothing, and its call may go.
-[[maybe_unused]] inline __attribute__((always_inline)) void fetch([[maybe_unused]] const C* row, [[maybe_unused]] int d) {
-  if (PREFETCH > 0 && d % 128 == 0) __builtin_prefetch(row + d / 2, 0, 2);
-}
-[[maybe_unused]] inline __attribute__((always_inline)) void fetch_k([[maybe_unused]] Scratch& w, [[maybe_unused]] const C* otherwise) {
-  const C* row = w.k_ahead.next(otherwise);
-  for (int d = 0; d < D; d += 128) fetch(row, d);
-}
-[[maybe_unused]] inline __attribute__((always_inline)) void fetch_v([[maybe_unused]] Scratch& w, [[maybe_unused]] const C* otherwise) {
-  const C* row = w.v_ahead.next(otherwise);
-  for (int d = 0; d < DV; d += 128) fetch(row, d);
+// Gives head h of a tile its rows of the tile ahead, in the order of memory: all KV heads of a token, then the next token.
+inline void look_ahead(Scratch& w, const pg_attend_args& a, const Tile& tile, const Tile& ahead, int h, int heads) {
+  int token = h * tile.count / heads, head = h * tile.count % heads;
+  const int count = PREFETCH > 0 ? std::clamp(ahead.count * heads - h * tile.count, 0, tile.count) : 0;
+  for (int i = 0; i < count; ++i) {
+    const char* k = reinterpret_cast<const char*>(ahead.k[token] + head * a.k_stride_head);
+    for (int j = 0; j < K_LINES; ++j) w.k_ahead.list[i * K_LINES + j] = k + j * 64;
+    const char* v = reinterpret_cast<const char*>(ahead.v[token] + head * a.v_stride_head);
+    for (int j = 0; j < V_LINES; ++j) w.v_ahead.list[i * V_LINES + j] = v + j * 64;
+    if (++head == heads) head = 0, ++token;
+  }
+  w.k_ahead.begin(count);
+  w.v_ahead.begin(count);
 }
 
 // Keys of the tile up to the last that a row sees.
@@ -704,27 +743,33 @@ inline void row_blocks(int row, int end, F f) {
 
 // Scores of R rows against token-major K in place: W dot products at a time, summed across lanes together.
 template <int R>
-inline void score(Scratch& w, int row, const Tile& tile, Ahead& ahead, const pg_attend_args&) {
+inline void score(Scratch& w, int row, const Tile& tile, const pg_attend_args&) {
+  constexpr int TOKENS = 4 * R <= REGISTERS / 2 ? 4 : 2;  // whose sums stay in registers, beside what is loaded
   const int count = tile.count;
+  Pace<K_LINES, R * TOKENS, GROUP * DP / W> pace{w.k_ahead};
   for (int t = 0; t < count; t += W) {
     V parts[R][W / 4];
     for (int g = 0; g < W / 4; ++g) {
-      const C *p[4], *next[4];
-      for (int j = 0; j < 4; ++j) {
-        p[j] = tile.k[std::min(t + 4 * g + j, count - 1)];  // past the end: any token, masked later
-        next[j] = ahead.next(p[j]);
-      }
+      const C* p[4];
+      for (int j = 0; j < 4; ++j) p[j] = tile.k[std::min(t + 4 * g + j, count - 1)];  // past the end: any token, masked later
       V acc[R][4];
-      for (int r = 0; r < R; ++r)
-        for (int j = 0; j < 4; ++j) acc[r][j] = zero();
+      for (int j0 = 0; j0 < 4; j0 += TOKENS) {
+        const auto* q = anew(w.q + row);
+        V sums[R][TOKENS];
+        for (int r = 0; r < R; ++r)
+          for (int j = 0; j < TOKENS; ++j) sums[r][j] = zero();
 #pragma GCC unroll 16
-      for (int d = 0; d < D; d += W) {
-        V kv[4];
-        for (int j = 0; j < 4; ++j) fetch(next[j], d), kv[j] = half_dims<HALF>(p[j], d);
-        for (int r = 0; r < R; ++r) {
-          const V q = load(&w.q[row + r][d]);
-          for (int j = 0; j < 4; ++j) acc[r][j] = fma(q, kv[j], acc[r][j]);
+        for (int d = 0; d < D; d += W) {
+          V kv[TOKENS];
+          pace.step();
+          for (int j = 0; j < TOKENS; ++j) kv[j] = half_dims<HALF>(p[j0 + j], d);
+          for (int r = 0; r < R; ++r) {
+            const V dims = held(load(&q[r][d]));
+            for (int j = 0; j < TOKENS; ++j) sums[r][j] = fma(dims, kv[j], sums[r][j]);
+          }
         }
+        for (int r = 0; r < R; ++r)
+          for (int j = 0; j < TOKENS; ++j) acc[r][j0 + j] = sums[r][j];
       }
       for (int r = 0; r < R; ++r) parts[r][g] = sum4(acc[r][0], acc[r][1], acc[r][2], acc[r][3]);
     }
@@ -735,7 +780,7 @@ inline void score(Scratch& w, int row, const Tile& tile, Ahead& ahead, const pg_
 // K of a tile to fp32, dim-major: k_tile[d][token], dims in the order of q.
 inline void pack_k(Scratch& w, const Tile& tile, const pg_attend_args& a) {
   for (int i = 0; i < tile.count; i += W) {
-    for (int j = i; j < std::min(i + W, tile.count); ++j) fetch_k(w, tile.k[j]);
+    for (int j = i; j < std::min(i + W, tile.count); ++j) w.k_ahead.next(w.k_ahead.at, K_LINES);
     for (int d = 0; d < D; d += W) {
       V rows[W];
       for (int j = 0; j < W; ++j) rows[j] = i + j < tile.count ? half_dims<HALF>(tile.k[i + j], d) : zero();
@@ -749,7 +794,7 @@ inline void pack_k(Scratch& w, const Tile& tile, const pg_attend_args& a) {
 // V of a tile to fp32, token-major: v_tile[token][d], dims in the order of the output.
 inline void pack_v(Scratch& w, const Tile& tile, const pg_attend_args& a) {
   for (int i = 0; i < tile.count; ++i) {
-    fetch_v(w, tile.v[i]);
+    w.v_ahead.next(w.v_ahead.at, V_LINES);
     for (int d = 0; d < DV; d += W) store(&w.v_tile[i][d], half_dims<HALFV>(tile.v[i], d));
   }
   (void)a;
@@ -785,64 +830,62 @@ inline auto v_packed(const Scratch& w) {
   return [&](int i, int d, V* to) { *to = load(&w.v_tile[i][d]); };
 }
 
-// One online-softmax step of a row: scores become weights; weights of tokens that the row does not see are 0.
-inline void softmax_step(Scratch& w, int row, const Tile& tile) {
-  float* s = w.s[row];
-  const int count = tile.count, seen = seen_of(w, row, tile);
-  V highest = set1(NONE);
-  for (int i = 0; i < seen; i += W) {
-    V v = load(s + i);
-    if (seen - i < W) store(s + i, v = keep(v, seen - i, NONE));
-    highest = max(highest, v);
+// One online-softmax step of the rows from `first` to `end`: scores become weights; weights of tokens that a row does not
+// see are 0. What takes long in one row is done for all before the next thing, so that rows wait side by side.
+inline void softmax(Scratch& w, int first, int end, const Tile& tile) {
+  for (int row = first; row < end; ++row) {
+    float* s = w.s[row];
+    const int seen = seen_of(w, row, tile);
+    V highest = set1(NONE);
+    for (int i = 0; i < seen; i += W) {
+      V v = load(s + i);
+      if (seen - i < W) store(s + i, v = keep(v, seen - i, NONE));
+      highest = max(highest, v);
+    }
+    const float m = std::max(w.m[row], top(highest));
+    w.alpha[row] = m == NONE ? 0.0f : w.m[row] - m;  // nothing seen so far: -inf - -inf would be NaN
+    w.m[row] = m;
   }
-  const float m = std::max(w.m[row], top(highest));
-  if (m == NONE) {  // nothing seen so far: -inf - -inf would be NaN
-    std::fill(s, s + count, 0.0f);
-    w.alpha[row] = 1.0f;
-    return;
+  for (int row = first; row < end; row += W) store(w.alpha + row, exp2(load(w.alpha + row)));  // and of rows whose turn comes
+  for (int row = first; row < end; ++row) {
+    float* s = w.s[row];
+    const int count = tile.count, seen = w.m[row] == NONE ? 0 : seen_of(w, row, tile);
+    const V m = set1(-w.m[row]);
+    V total = zero();
+    int i = 0;
+    for (; i < seen; i += W) {
+      const V p = exp2(add(load(s + i), m));
+      const V weight = mul(p, load(tile.v_scale + i));
+      store(s + i, weight);
+      total = add(total, p);
+    }
+    for (; i < count; i += W) store(s + i, zero());
+    w.l[row] = w.l[row] * w.alpha[row] + sum(total);
   }
-  V total = zero();
-  int i = 0;
-  for (; i < seen; i += W) {
-    const V p = exp2(add(load(s + i), set1(-m)));
-    const V weight = mul(p, load(tile.v_scale + i));
-    store(s + i, weight);
-    total = add(total, p);
-  }
-  for (; i < count; i += W) store(s + i, zero());
-  w.alpha[row] = w.m[row] == m ? 1.0f : top(exp2(set1(w.m[row] - m)));
-  w.l[row] = w.l[row] * w.alpha[row] + sum(total);
-  w.m[row] = m;
 }
 
 // o[r] = o[r] * alpha[r] + weights[r] . V, for R rows. `v(i, d, to)` gives dims of token i from dim d on: UNIT vectors.
 // In place, rows of the tile ahead are prefetched beside.
 template <int R, bool IN_PLACE, class F>
-inline void accumulate(Scratch& w, int row, const Tile& tile, [[maybe_unused]] Ahead& ahead, F v) {
-  constexpr int CHUNKS = DVP / W, UNIT = 1, BUDGET = std::clamp((W == 16 ? 24 : 12) / R, UNIT, CHUNKS);  // accumulators that stay in registers
+inline void accumulate(Scratch& w, int row, const Tile& tile, F v) {
+  constexpr int CHUNKS = DVP / W, UNIT = 1, BUDGET = std::clamp((REGISTERS == 16 ? 10 : 24) / R / UNIT * UNIT, UNIT, up(CHUNKS, UNIT));  // accumulators that stay in registers
   constexpr int PASSES = (CHUNKS + BUDGET - 1) / BUDGET, STEP = up((CHUNKS + PASSES - 1) / PASSES, UNIT);
   const int steps = tile.count;
-  [[maybe_unused]] const Ahead begin = ahead;
+  Pace<V_LINES, R * UNIT, GROUP * CHUNKS> pace{w.v_ahead};
   for (int c0 = 0; c0 < CHUNKS; c0 += STEP) {
-    if (IN_PLACE) ahead = begin;
     V acc[R][STEP];
     for (int r = 0; r < R; ++r)
       for (int c = 0; c < STEP; ++c)
         acc[r][c] = c0 + c < CHUNKS ? mul(load(&w.o[row + r][(c0 + c) * W]), set1(w.alpha[row + r])) : zero();
     for (int i = tile.hidden; i < steps; ++i) {
-      const C* next[1];
-      for (int j = 0; j < 1; ++j) next[j] = IN_PLACE ? ahead.next(tile.v[1 * i + j]) : nullptr;
-      V vv[STEP];
-      for (int c = 0; c < STEP; c += UNIT) {
-        for (int j = 0; j < UNIT; ++j) vv[c + j] = zero();
-        if (c0 + c >= CHUNKS) continue;
-        if (IN_PLACE)
-          for (const C* row : next) fetch(row, (c0 + c) * W);
-        v(i, (c0 + c) * W, &vv[c]);
-      }
-      for (int r = 0; r < R; ++r) {
-        const V weight = set1(w.s[row + r][i]);
-        for (int c = 0; c < STEP; ++c) acc[r][c] = fma(weight, vv[c], acc[r][c]);
+      for (int c = 0; c < STEP && c0 + c < CHUNKS; c += UNIT) {
+        if (IN_PLACE) pace.step();
+        V vv[UNIT];
+        v(i, (c0 + c) * W, vv);
+        for (int r = 0; r < R; ++r) {
+          const V weight = set1(w.s[row + r][i]);
+          for (int j = 0; j < UNIT; ++j) acc[r][c + j] = fma(weight, vv[j], acc[r][c + j]);
+        }
       }
     }
     for (int r = 0; r < R; ++r)
@@ -854,8 +897,7 @@ inline void accumulate(Scratch& w, int row, const Tile& tile, [[maybe_unused]] A
 // Scores of the rows from `first` to `end` on a tile, in place or packed.
 inline void scores(Scratch& w, int first, int end, [[maybe_unused]] bool packed, const Tile& tile, const pg_attend_args& a) {
   if (!packed) {
-    Ahead nothing_ahead;  // rows that do not all fit share a tile's loads one block after the other: the first one prefetches
-    row_blocks<ROW_BLOCK>(first, end, [&](auto r, int row) { score<r>(w, row, tile, row == first ? w.k_ahead : nothing_ahead, a); });
+    row_blocks<ROW_BLOCK>(first, end, [&](auto r, int row) { score<r>(w, row, tile, a); });
     return;
   }
   pack_k(w, tile, a);
@@ -865,14 +907,11 @@ inline void scores(Scratch& w, int first, int end, [[maybe_unused]] bool packed,
 // Weighted sums of a tile's values for the rows from `first` to `end`, in place or packed.
 inline void values(Scratch& w, int first, int end, [[maybe_unused]] bool packed, const Tile& tile, const pg_attend_args& a) {
   if (!packed) {
-    Ahead nothing_ahead;
-    row_blocks<ROW_BLOCK>(first, end, [&](auto r, int row) {
-      accumulate<r, true>(w, row, tile, row == first ? w.v_ahead : nothing_ahead, v_in_place(tile));
-    });
+    row_blocks<ROW_BLOCK>(first, end, [&](auto r, int row) { accumulate<r, true>(w, row, tile, v_in_place(tile)); });
     return;
   }
   pack_v(w, tile, a);
-  row_blocks<ROW_BLOCK_PACKED>(first, end, [&](auto r, int row) { accumulate<r, false>(w, row, tile, w.v_ahead, v_packed(w)); });
+  row_blocks<ROW_BLOCK_PACKED>(first, end, [&](auto r, int row) { accumulate<r, false>(w, row, tile, v_packed(w)); });
 }
 
 // --- one work item ----------------------------------------------------------------------------------------------------
@@ -917,15 +956,14 @@ void run(Scratch& w, const pg_attend_args& a, int64_t s, int64_t head, int heads
   for (int64_t t = from; t < range.to; t += TILE_KV) {
     Tile& ahead = tile_at(t + PREFETCH * TILE_KV);
     locate(a, table, head, t + PREFETCH * TILE_KV, range, ahead);
-    w.k_ahead = {ahead.k, a.k_stride_head, ahead.count, heads};
-    w.v_ahead = {ahead.v, a.v_stride_head, ahead.count, heads};
     Tile& tile = tile_at(t);
     for (int h = 0; h < heads; ++h) {
       const int first = h * rows, end = first + rows;
       if (h > 0) locate(a, table, head + h, t, range, tile);
+      look_ahead(w, a, tile, ahead, h, heads);
       scores(w, first, end, packed, tile, a);
       for (int row = first; row < end; ++row) score_steps(w, a, (head + h) * GROUP + row % GROUP, row, tile);
-      for (int row = first; row < end; ++row) softmax_step(w, row, tile);
+      softmax(w, first, end, tile);
       values(w, first, end, packed, tile, a);
     }
   }

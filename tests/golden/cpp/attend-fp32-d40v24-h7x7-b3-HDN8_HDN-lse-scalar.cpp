@@ -231,12 +231,13 @@ static inline uint32_t to_bits(float value) {
 static constexpr float EXP2_POLY[6] = {1.0f, 0x1.62e42ap-1f, 0x1.ebf9bcp-3f, 0x1.c6b716p-5f, 0x1.3cea88p-7f, 0x1.5bba14p-10f};
 // No SIMD instructions named: 8 floats in an array, plain loops. Runs everywhere; what the other ISA files mean.
 namespace simd {
-static constexpr int W = 8;
+static constexpr int W = 8, REGISTERS = 16;
 struct V {
   float at[W];
 };
 #define SIMD_INLINE [[maybe_unused]] static inline __attribute__((always_inline))
 
+SIMD_INLINE V held(V v) { return v; }
 SIMD_INLINE V set1(float x) {
   V r;
   for (float& lane : r.at) lane = x;
@@ -360,6 +361,14 @@ constexpr int ROWS = TILE_Q * GROUP;
 constexpr int PART = DVP + 2;  // a merged part: unnormalised output, maximum, sum
 constexpr float LOG2E = 1.44269504088896341f, LN2 = 0.69314718055994531f, NONE = -INFINITY;
 
+// The same address, as one that the compiler knows nothing of. What is read through it stays an operand in memory where it
+// is used: GCC moves loads that a loop repeats in front of it, whether there are registers for them or not.
+template <class U>
+inline __attribute__((always_inline)) const U* anew(const U* p) {
+  asm volatile("" : "+r"(p));
+  return p;
+}
+
 template <class U>
 inline __attribute__((always_inline)) V load_dims(const U* p, int left) {
   return left >= W ? load(p) : load_n(p, left);
@@ -375,18 +384,37 @@ struct Tile {
   const C *k[TILE_KV], *v[TILE_KV];  // where they begin
 };
 
-// The rows of K or V of a tile, in the order of memory: all KV heads of a token, then the next token.
-struct Ahead {
-  const C* const* tokens = nullptr;
-  int64_t to_next = 0;  // from one KV head to the next
-  int count = 0, heads = 0, token = 0, head = 0;
 
-  const C* next(const C* otherwise) {
-    if (token >= count) return otherwise;
-    const C* row = tokens[token] + head * to_next;
-    if (++head == heads) head = 0, ++token;
-    return row;
+// The lines of the tile ahead, prefetched beside the work on a tile: in the order of memory, which is the order that the
+// processor's own prefetchers and the memory's open rows like, and at an even pace, for a burst would fill the queue of
+// misses that the work's own loads stand in.
+template <int LINES>
+struct Ahead {
+  const char *list[TILE_KV * LINES], *const *at, *const *end;
+  int due;
+
+  void begin(int rows) { at = list, end = list + rows * LINES, due = 0; }
+  // Inlined by force: to GCC a function that only prefetches does nothing, and its call may go.
+  inline __attribute__((always_inline)) void next(const char* const*& line, int count = 1) const {
+    for (int i = 0; i < count; ++i)
+      if (line != end) __builtin_prefetch(*line++, 0, 2);
   }
+};
+
+// Where one stands in the list, in registers: DONE products of the ALL that a token takes are one step.
+template <int LINES, int DONE, int ALL>
+struct Pace {
+  Ahead<LINES>& ahead;
+  const char* const* at = ahead.at;
+  int due = ahead.due;
+
+  inline __attribute__((always_inline)) void step() {
+    if (PREFETCH == 0) return;
+    ahead.next(at, DONE * LINES / ALL);
+    if constexpr (DONE * LINES % ALL > 0)
+      if ((due += DONE * LINES % ALL) >= ALL) due -= ALL, ahead.next(at);
+  }
+  ~Pace() { ahead.at = at, ahead.due = due; }
 };
 
 // What one thread works in. Sizes are compile-time facts, so the workspace is one multiplication.
@@ -394,12 +422,11 @@ struct alignas(64) Scratch {
   float q[ROWS][DP];  // scaled by softmax scale * log2(e)
   float s[ROWS][TS];  // scores, then weights
   float o[ROWS][DVP];
-  float m[ROWS], l[ROWS], alpha[ROWS];
+  float m[ROWS], l[ROWS], alpha[ROWS + W];
   int64_t limit[ROWS];  // tokens that a row sees
   float k_tile[D][TS];
   float v_tile[TILE_KV][DVP];
   Tile tiles[PREFETCH + 1];
-  Ahead k_ahead, v_ahead;  // what is prefetched next
 };
 
 struct Sequence {
@@ -517,16 +544,6 @@ inline void locate(const pg_attend_args& a, const int32_t* table, int64_t head, 
 // Tokens from `i` on, up to the end of the tile, that lie in one block.
 [[maybe_unused]] inline int run_of(const Tile& tile, int i) { return std::min(tile.count - i, BLOCK - int((tile.t + i) % BLOCK)); }
 
-// Prefetches the line of a row that begins with dim d, if one does. A row of the tile ahead goes with a row that is worked on,
-// line by line: a burst of prefetches would fill the queue of misses that the work's own loads stand in. Inlined by force:
-// to GCC a function that only prefetches does nothing, and its call may go.
-[[maybe_unused]] inline __attribute__((always_inline)) void fetch([[maybe_unused]] const C* row, [[maybe_unused]] int d) {
-  if (PREFETCH > 0 && d * sizeof(C) % 64 == 0) __builtin_prefetch(row + d, 0, 2);
-}
-[[maybe_unused]] inline __attribute__((always_inline)) void fetch_k([[maybe_unused]] Scratch& w, [[maybe_unused]] const C* otherwise) {
-}
-[[maybe_unused]] inline __attribute__((always_inline)) void fetch_v([[maybe_unused]] Scratch& w, [[maybe_unused]] const C* otherwise) {
-}
 
 // Keys of the tile up to the last that a row sees.
 inline int seen_of(const Scratch& w, int row, const Tile& tile) {
@@ -598,59 +615,59 @@ inline auto v_packed(const Scratch& w) {
   return [&](int i, int d, V* to) { *to = load(&w.v_tile[i][d]); };
 }
 
-// One online-softmax step of a row: scores become weights; weights of tokens that the row does not see are 0.
-inline void softmax_step(Scratch& w, int row, const Tile& tile) {
-  float* s = w.s[row];
-  const int count = tile.count, seen = seen_of(w, row, tile);
-  V highest = set1(NONE);
-  for (int i = 0; i < seen; i += W) {
-    V v = load(s + i);
-    if (seen - i < W) store(s + i, v = keep(v, seen - i, NONE));
-    highest = max(highest, v);
+// One online-softmax step of the rows from `first` to `end`: scores become weights; weights of tokens that a row does not
+// see are 0. What takes long in one row is done for all before the next thing, so that rows wait side by side.
+inline void softmax(Scratch& w, int first, int end, const Tile& tile) {
+  for (int row = first; row < end; ++row) {
+    float* s = w.s[row];
+    const int seen = seen_of(w, row, tile);
+    V highest = set1(NONE);
+    for (int i = 0; i < seen; i += W) {
+      V v = load(s + i);
+      if (seen - i < W) store(s + i, v = keep(v, seen - i, NONE));
+      highest = max(highest, v);
+    }
+    const float m = std::max(w.m[row], top(highest));
+    w.alpha[row] = m == NONE ? 0.0f : w.m[row] - m;  // nothing seen so far: -inf - -inf would be NaN
+    w.m[row] = m;
   }
-  const float m = std::max(w.m[row], top(highest));
-  if (m == NONE) {  // nothing seen so far: -inf - -inf would be NaN
-    std::fill(s, s + count, 0.0f);
-    w.alpha[row] = 1.0f;
-    return;
+  for (int row = first; row < end; row += W) store(w.alpha + row, exp2(load(w.alpha + row)));  // and of rows whose turn comes
+  for (int row = first; row < end; ++row) {
+    float* s = w.s[row];
+    const int count = tile.count, seen = w.m[row] == NONE ? 0 : seen_of(w, row, tile);
+    const V m = set1(-w.m[row]);
+    V total = zero();
+    int i = 0;
+    for (; i < seen; i += W) {
+      const V p = exp2(add(load(s + i), m));
+      store(s + i, p);
+      total = add(total, p);
+    }
+    for (; i < count; i += W) store(s + i, zero());
+    w.l[row] = w.l[row] * w.alpha[row] + sum(total);
   }
-  V total = zero();
-  int i = 0;
-  for (; i < seen; i += W) {
-    const V p = exp2(add(load(s + i), set1(-m)));
-    store(s + i, p);
-    total = add(total, p);
-  }
-  for (; i < count; i += W) store(s + i, zero());
-  w.alpha[row] = w.m[row] == m ? 1.0f : top(exp2(set1(w.m[row] - m)));
-  w.l[row] = w.l[row] * w.alpha[row] + sum(total);
-  w.m[row] = m;
 }
 
 // o[r] = o[r] * alpha[r] + weights[r] . V, for R rows. `v(i, d, to)` gives dims of token i from dim d on: UNIT vectors.
 // In place, rows of the tile ahead are prefetched beside.
 template <int R, bool IN_PLACE, class F>
-inline void accumulate(Scratch& w, int row, const Tile& tile, [[maybe_unused]] Ahead& ahead, F v) {
-  constexpr int CHUNKS = DVP / W, UNIT = 1, BUDGET = std::clamp((W == 16 ? 24 : 12) / R, UNIT, CHUNKS);  // accumulators that stay in registers
+inline void accumulate(Scratch& w, int row, const Tile& tile, F v) {
+  constexpr int CHUNKS = DVP / W, UNIT = 1, BUDGET = std::clamp((REGISTERS == 16 ? 10 : 24) / R / UNIT * UNIT, UNIT, up(CHUNKS, UNIT));  // accumulators that stay in registers
   constexpr int PASSES = (CHUNKS + BUDGET - 1) / BUDGET, STEP = up((CHUNKS + PASSES - 1) / PASSES, UNIT);
   const int steps = tile.count;
-  [[maybe_unused]] const Ahead begin = ahead;
   for (int c0 = 0; c0 < CHUNKS; c0 += STEP) {
-    if (IN_PLACE) ahead = begin;
     V acc[R][STEP];
     for (int r = 0; r < R; ++r)
       for (int c = 0; c < STEP; ++c)
         acc[r][c] = c0 + c < CHUNKS ? mul(load(&w.o[row + r][(c0 + c) * W]), set1(w.alpha[row + r])) : zero();
     for (int i = 0; i < steps; ++i) {
-      V vv[STEP];
-      for (int c = 0; c < STEP; c += UNIT) {
-        for (int j = 0; j < UNIT; ++j) vv[c + j] = zero();
-        if (c0 + c >= CHUNKS) continue;
-        v(i, (c0 + c) * W, &vv[c]);
-      }
-      for (int r = 0; r < R; ++r) {
-        const V weight = set1(w.s[row + r][i]);
-        for (int c = 0; c < STEP; ++c) acc[r][c] = fma(weight, vv[c], acc[r][c]);
+      for (int c = 0; c < STEP && c0 + c < CHUNKS; c += UNIT) {
+        V vv[UNIT];
+        v(i, (c0 + c) * W, vv);
+        for (int r = 0; r < R; ++r) {
+          const V weight = set1(w.s[row + r][i]);
+          for (int j = 0; j < UNIT; ++j) acc[r][c + j] = fma(weight, vv[j], acc[r][c + j]);
+        }
       }
     }
     for (int r = 0; r < R; ++r)
@@ -668,7 +685,7 @@ inline void scores(Scratch& w, int first, int end, [[maybe_unused]] bool packed,
 // Weighted sums of a tile's values for the rows from `first` to `end`, in place or packed.
 inline void values(Scratch& w, int first, int end, [[maybe_unused]] bool packed, const Tile& tile, const pg_attend_args& a) {
   pack_v(w, tile, a);
-  row_blocks<ROW_BLOCK_PACKED>(first, end, [&](auto r, int row) { accumulate<r, false>(w, row, tile, w.v_ahead, v_packed(w)); });
+  row_blocks<ROW_BLOCK_PACKED>(first, end, [&](auto r, int row) { accumulate<r, false>(w, row, tile, v_packed(w)); });
 }
 
 // --- one work item ----------------------------------------------------------------------------------------------------
@@ -711,15 +728,13 @@ void run(Scratch& w, const pg_attend_args& a, int64_t s, int64_t head, int heads
   for (int64_t t = from; t < range.to; t += length) {
     Tile& ahead = tile_at(t + PREFETCH * length);
     locate(a, table, head, t + PREFETCH * length, range, ahead, length);
-    w.k_ahead = {ahead.k, a.k_stride_head, ahead.count, heads};
-    w.v_ahead = {ahead.v, a.v_stride_head, ahead.count, heads};
     Tile& tile = tile_at(t);
     for (int h = 0; h < heads; ++h) {
       const int first = h * rows, end = first + rows;
       if (h > 0)
         for (int i = 0; i < tile.count; ++i) tile.k[i] += a.k_stride_head, tile.v[i] += a.v_stride_head;
       scores(w, first, end, packed, tile, a);
-      for (int row = first; row < end; ++row) softmax_step(w, row, tile);
+      softmax(w, first, end, tile);
       values(w, first, end, packed, tile, a);
     }
   }

@@ -257,10 +257,14 @@ static inline uint8_t narrow_8_bit(float value, float most) {
 
 namespace simd {
 using V = __m512;
-static constexpr int W = 16;
+static constexpr int W = 16, REGISTERS = 32;
 #define SIMD_INLINE [[maybe_unused]] static inline __attribute__((always_inline))
 
 SIMD_INLINE V zero() { return _mm512_setzero_ps(); }
+SIMD_INLINE V held(V v) {
+  asm("" : "+v"(v));
+  return v;
+}
 SIMD_INLINE V set1(float x) { return _mm512_set1_ps(x); }
 SIMD_INLINE V add(V a, V b) { return _mm512_add_ps(a, b); }
 SIMD_INLINE V mul(V a, V b) { return _mm512_mul_ps(a, b); }

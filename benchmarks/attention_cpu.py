@@ -6,7 +6,8 @@
 
 A batch is a spec and a SEQSxQUERY@CONTEXT, and becomes a JSON record in results/<target>/attention_cpu/. Every contender
 reads the same memory, in pages of 2 MiB, in turns of at least 1 GB or of one batch if that is larger. The plain read
-streams as many bytes with the widest vectors of the target on the same threads. `make bench-peers` installs vLLM.
+streams as many bytes with the widest vectors of the target on the same threads; the read of blocks (decode) those of the batch, each
+whole, in the order of its block table. `make bench-peers` installs vLLM.
 """
 
 from __future__ import annotations
@@ -119,6 +120,12 @@ def matrix_product(size: int) -> Call:
     return call
 
 
+def block_addresses(pool: Pool, table: torch.Tensor) -> torch.Tensor:
+    """Where the blocks of a batch begin, (2 * blocks,) int64: of each in its table's order that of K, then that of V."""
+    where = [cache.data_ptr() + table.flatten().long() * cache[0].nbytes for cache in (pool.k_cache, pool.v_cache)]
+    return torch.stack(where, dim=1).flatten()
+
+
 def pool_like(pool: Pool, spec: KernelSpec) -> Pool:
     """The same memory in the layout of another spec of the same sizes."""
     seen, layout = object.__new__(Pool), spec.kv_layout
@@ -141,7 +148,8 @@ def contenders(batch: Batch, target: Target, configs: list[dict[str, Any]], peer
         calls[name] = lambda: inputs.run(attend, tables[next(turn) % len(tables)])
         return inputs
 
-    rotated = add("pagegen", default_attend(spec, target), pool).rotated_bytes
+    ours = add("pagegen", default_attend(spec, target), pool)
+    rotated = ours.rotated_bytes
     if tuned := find_package(spec.replace(layout=None), target):
         package = load_package(tuned)
         add("tuned", package.attend, pool_like(pool, package.spec))
@@ -157,7 +165,16 @@ def contenders(batch: Batch, target: Target, configs: list[dict[str, Any]], peer
     stride = (memory.nbytes() - kv_bytes) // max(1, pieces - 1) // 64 * 64
     address, whole = memory.data_ptr(), min(kv_bytes, memory.nbytes())
     calls["read"] = lambda: loops.read(address + next(turn) % pieces * stride, whole, threads)
-    if batch.phase is Phase.PREFILL:
+    if batch.phase is Phase.DECODE:
+        pieces_of = [block_addresses(pool, table) for table in ours.block_tables]
+        block = pool.k_cache[0].nbytes
+
+        def read_blocks() -> None:
+            addresses = pieces_of[next(turn) % len(pieces_of)]
+            loops.read_pieces(addresses.data_ptr(), len(addresses), block, threads)
+
+        calls["blocks"] = read_blocks
+    else:
         calls["torch_mm"] = matrix_product(MM_SIZE)
     if peers and not spec.cache_dtype.quantised:
         copies = Copies(pool, point, turn)
@@ -266,6 +283,7 @@ def line_of(result: Result) -> list[str]:
         f"{record['kv_bytes'] / mine / 1e9:.1f}",
         f"{record['flops'] / mine / 1e9:.0f}",
         _interval(result.ratio("read", ours)),
+        _interval(result.ratio("blocks", ours)) if "blocks" in record["contenders"] else "",
         f"{result.floor() / mine:.2f}",
         _interval(result.ratio("pagegen", "tuned")) if "tuned" in record["contenders"] else "",
     ]
@@ -273,7 +291,7 @@ def line_of(result: Result) -> list[str]:
     return [*cells, *([peer, _interval(result.ratio(peer, ours))] if peer else ["", ""])]
 
 
-COLUMNS = ("batch", "KV MB", "us", "GB/s", "GFLOP/s", "share of read", "share of floor", "tuned gain", "best peer", "its time over ours")
+COLUMNS = ("batch", "KV MB", "us", "GB/s", "GFLOP/s", "share of read", "of blocks read", "share of floor", "tuned gain", "best peer", "its time over ours")
 
 
 def _interval(found: Interval) -> str:
@@ -295,6 +313,8 @@ def report(folder: Path, roofline: Roofline) -> Path:
             lines += ["", f"{title}: best peer's time over ours {_interval(found)} (geometric mean of {len(chosen)} batches)."]
     for title, chosen in _by_kv_dtype(results):
         lines += ["", f"{title}: share of the plain read {_geomean(chosen, 'read')} (geometric mean of {len(chosen)} batches)."]
+        if read := [result for result in chosen if "blocks" in result.record["contenders"]]:
+            lines += ["", f"{title}: share of the read of its blocks {_geomean(read, 'blocks')} (geometric mean of {len(read)} batches)."]
         for config in sorted({name for result in chosen for name in result.configs}):
             lines += ["", f"{title}: time with {config} {_geomean([r for r in chosen if config in r.configs], config)}."]
     disturbed = [result.record["name"] for result in results if result.record["disturbance"]["others"] > 0.1]

@@ -38,13 +38,19 @@ class Limits:
         self._read, self._fma = library.pagegen_read, library.pagegen_fma
         self._amx, self._pairs = library.pagegen_amx, library.pagegen_pairs
         self._read.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int32]
-        self._read.restype = ctypes.c_uint64
+        self._read_pieces = library.pagegen_read_pieces
+        self._read_pieces.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int32]
+        self._read.restype = self._read_pieces.restype = ctypes.c_uint64
         for function in (self._fma, self._amx, self._pairs):
             function.argtypes, function.restype = [ctypes.c_int64, ctypes.c_int32], ctypes.c_int64
 
     def read(self, address: int, num_bytes: int, threads: int, repeats: int = 1) -> None:
         """Streams once (or `repeats` times) over `num_bytes` from `address`, a multiple of 64, on `threads` threads."""
         self._read(address, num_bytes, repeats, threads)
+
+    def read_pieces(self, addresses: int, count: int, num_bytes: int, threads: int) -> None:
+        """Streams over `count` pieces of `num_bytes` in their order, their addresses (int64) at `addresses`."""
+        self._read_pieces(addresses, count, num_bytes, threads)
 
     def fma(self, threads: int, steps: int = FMA_STEPS) -> int:
         """FP32 multiply-adds in registers; answers how many operations that were."""

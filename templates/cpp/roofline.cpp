@@ -34,6 +34,7 @@ uint64_t read_all(const char* p, int64_t bytes) {
   for (int64_t at = 0; at + STEP <= bytes; at += STEP)
 #pragma GCC unroll 8
     for (int i = 0; i < STREAM; i++) seen[i] |= *(const Words*)(p + at + i * VECTOR);
+  for (int64_t at = bytes / STEP * STEP; at + VECTOR <= bytes; at += VECTOR) seen[0] |= *(const Words*)(p + at);
   uint64_t any = 0;
   for (const Words& words : seen)
     for (int lane = 0; lane < VECTOR / 8; lane++) any |= words[lane];
@@ -53,6 +54,14 @@ API uint64_t pagegen_read(const void* p, int64_t bytes, int64_t repeats, int32_t
       asm volatile("" ::: "memory");
     }
   }
+  return any;
+}
+
+// Reads `count` pieces of `bytes` each (aligned to 64) in their order, each thread its own part of them.
+API uint64_t pagegen_read_pieces(const void* const* pieces, int64_t count, int64_t bytes, int32_t threads) {
+  uint64_t any = 0;
+#pragma omp parallel for schedule(static) num_threads(threads) reduction(| : any)
+  for (int64_t i = 0; i < count; i++) any |= read_all((const char*)pieces[i], bytes);
   return any;
 }
 

@@ -18,6 +18,7 @@ import importlib.metadata
 import itertools
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -98,6 +99,25 @@ def default_attend(spec: KernelSpec, target: Target, values: dict[str, Any] | No
     return build(render(variant(Op.ATTEND, spec, target, config)))  # type: ignore[return-value]  # what ATTEND builds
 
 
+RENDER = """
+import sys
+from pagegen.catalog import template_for, variant
+from pagegen.render import render
+from pagegen.spec import Op, parse_slug
+from pagegen.target import parse_target
+spec, target = parse_slug(sys.argv[1])[0], parse_target(sys.argv[2])
+sys.stdout.write(render(variant(Op.ATTEND, spec, target, template_for(Op.ATTEND, spec, target).space(spec, target).default)).text)
+"""
+
+
+def attend_of(checkout: str, spec: KernelSpec, target: Target) -> Attend:
+    """attend with its default config, of another checkout of pagegen: what a change brought, in the same rounds."""
+    command = [sys.executable, "-c", RENDER, spec.slug, target.name]
+    text = subprocess.run(command, cwd=checkout, env={**os.environ, "PYTHONPATH": checkout}, capture_output=True, text=True, check=True).stdout
+    default = render(variant(Op.ATTEND, spec, target, template_for(Op.ATTEND, spec, target).space(spec, target).default))
+    return build(dataclasses.replace(default, text=text))  # type: ignore[return-value]  # what ATTEND builds
+
+
 def on_threads(call: Call, threads: int) -> Call:
     """The call on so many threads; those of the others stay."""
     usual = torch.get_num_threads()
@@ -110,9 +130,10 @@ def on_threads(call: Call, threads: int) -> Call:
     return limited
 
 
-def matrix_product(size: int) -> Call:
-    """torch.mm of two square matrices in bf16."""
-    a, b, product = (torch.randn(size, size).to(torch.bfloat16) for _ in range(3))
+def matrix_product(size: int, target: Target) -> Call:
+    """torch.mm of two square matrices in bf16, or in fp32 where the target multiplies no bf16: torch then has no quick way either."""
+    dtype = torch.bfloat16 if "bf16" in target.pairs or "bf16" in target.matrix else torch.float32
+    a, b, product = (torch.randn(size, size).to(dtype) for _ in range(3))
 
     def call() -> None:
         torch.mm(a, b, out=product)
@@ -154,9 +175,11 @@ def contenders(batch: Batch, target: Target, configs: list[dict[str, Any]], peer
         package = load_package(tuned)
         add("tuned", package.attend, pool_like(pool, package.spec))
     for values in configs:
-        name, knobs = ",".join(f"{knob}={value}" for knob, value in values.items()), dict(values)
+        name = ",".join(f"{knob}={'another' if knob == 'checkout' else value}" for knob, value in values.items())
+        knobs = dict(values)
         threads, where = knobs.pop("threads", None), parse_target(knobs.pop("target", target.name))
-        add(name, default_attend(spec, where, knobs), pool)
+        checkout = knobs.pop("checkout", None)
+        add(name, attend_of(checkout, spec, where) if checkout else default_attend(spec, where, knobs), pool)
         if threads is not None:
             calls[name] = on_threads(calls[name], threads)
     kv_bytes, threads, loops = point.kv_bytes(spec), torch.get_num_threads(), limits(target)
@@ -175,7 +198,7 @@ def contenders(batch: Batch, target: Target, configs: list[dict[str, Any]], peer
 
         calls["blocks"] = read_blocks
     else:
-        calls["torch_mm"] = matrix_product(MM_SIZE)
+        calls["torch_mm"] = matrix_product(MM_SIZE, target)
     if peers and not spec.cache_dtype.quantised:
         copies = Copies(pool, point, turn)
         calls |= sdpa_calls(copies) | vllm_calls(copies)
@@ -367,7 +390,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=0, help="default: the cores that may be used")
     parser.add_argument("--target", default="cpu", help="default: the best that runs here")
     parser.add_argument("--layout", default="NHD", help="KV layout of pagegen's default (default NHD)")
-    parser.add_argument("--config", action="append", default=[], metavar="KNOB=VALUE,...", help="one more contender: the default with knobs changed, or `threads`, or `target`")
+    parser.add_argument("--config", action="append", default=[], metavar="KNOB=VALUE,...", help="one more contender: the default with knobs changed, or `threads`, or `target`, or `checkout`: the default of another checkout, by its path")
     parser.add_argument("--no-peers", action="store_true", help="pagegen and the plain read alone")
     parser.add_argument("--max-kv", type=float, default=MAX_KV_BYTES, metavar="BYTES", help="leave out larger batches (default 4 GiB)")
     parser.add_argument("--out", type=Path, default=Path("results"), help="default: results")

@@ -744,7 +744,7 @@ inline void row_blocks(int row, int end, F f) {
 // Scores of R rows against token-major K in place: W dot products at a time, summed across lanes together.
 template <int R>
 inline void score(Scratch& w, int row, const Tile& tile, const pg_attend_args&) {
-  constexpr int TOKENS = 4 * R <= REGISTERS / 2 ? 4 : 2;  // whose sums stay in registers, beside what is loaded
+  constexpr int TOKENS = 4 * R <= REGISTERS * 3 / 4 ? 4 : 2;  // whose sums stay in registers, beside what is loaded
   const int count = tile.count;
   Pace<K_LINES, R * TOKENS, GROUP * DP / W> pace{w.k_ahead};
   for (int t = 0; t < count; t += W) {
@@ -868,7 +868,8 @@ inline void softmax(Scratch& w, int first, int end, const Tile& tile) {
 // In place, rows of the tile ahead are prefetched beside.
 template <int R, bool IN_PLACE, class F>
 inline void accumulate(Scratch& w, int row, const Tile& tile, F v) {
-  constexpr int CHUNKS = DVP / W, UNIT = 1, BUDGET = std::clamp((REGISTERS == 16 ? 10 : 24) / R / UNIT * UNIT, UNIT, up(CHUNKS, UNIT));  // accumulators that stay in registers
+  constexpr int FREE = REGISTERS * 3 / 4;  // of the registers, for accumulators
+  constexpr int CHUNKS = DVP / W, UNIT = 1, BUDGET = std::clamp(FREE / R / UNIT * UNIT, UNIT, up(CHUNKS, UNIT));  // accumulators that stay in registers
   constexpr int PASSES = (CHUNKS + BUDGET - 1) / BUDGET, STEP = up((CHUNKS + PASSES - 1) / PASSES, UNIT);
   const int steps = tile.count;
   Pace<V_LINES, R * UNIT, GROUP * CHUNKS> pace{w.v_ahead};

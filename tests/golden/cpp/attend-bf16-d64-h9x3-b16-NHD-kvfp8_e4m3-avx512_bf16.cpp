@@ -893,7 +893,8 @@ inline void softmax(Scratch& w, int first, int end, const Tile& tile) {
 // In place, rows of the tile ahead are prefetched beside.
 template <int R, bool IN_PLACE, class F>
 inline void accumulate(Scratch& w, int row, const Tile& tile, F v) {
-  constexpr int CHUNKS = DVP / W, UNIT = 4, BUDGET = std::clamp(REGISTERS / 2 / R / UNIT * UNIT, UNIT, up(CHUNKS, UNIT));  // accumulators that stay in registers
+  constexpr int FREE = REGISTERS / 2;  // of the registers, for accumulators
+  constexpr int CHUNKS = DVP / W, UNIT = 4, BUDGET = std::clamp(FREE / R / UNIT * UNIT, UNIT, up(CHUNKS, UNIT));  // accumulators that stay in registers
   constexpr int PASSES = (CHUNKS + BUDGET - 1) / BUDGET, STEP = up((CHUNKS + PASSES - 1) / PASSES, UNIT);
   const int steps = (tile.count + 1) / 2;
   Pace<V_LINES, R * UNIT * 2, GROUP * CHUNKS> pace{w.v_ahead};

@@ -48,9 +48,10 @@ class Limits:
         """Streams once (or `repeats` times) over `num_bytes` from `address`, a multiple of 64, on `threads` threads."""
         self._read(address, num_bytes, repeats, threads)
 
-    def read_pieces(self, addresses: int, count: int, num_bytes: int, threads: int) -> None:
-        """Streams over `count` pieces of `num_bytes` in their order, their addresses (int64) at `addresses`."""
-        self._read_pieces(addresses, count, num_bytes, threads)
+    def read_pieces(self, addresses: int, count: int, num_bytes: int, threads: int) -> int:
+        """Streams over `count` pieces of `num_bytes`, a multiple of 64, in their order, their addresses (int64) at `addresses`;
+        answers all their 8-byte words or'ed together."""
+        return int(self._read_pieces(addresses, count, num_bytes, threads))
 
     def fma(self, threads: int, steps: int = FMA_STEPS) -> int:
         """FP32 multiply-adds in registers; answers how many operations that were."""

@@ -4,7 +4,9 @@ import json
 import re
 
 import pytest
+import torch
 
+from pagegen.kernel import allocate_bytes
 from pagegen.spec import DType, KernelSpec, parse_slug
 from pagegen.target import TARGETS, Hardware, Target, detect
 from pagegen.tuning import roofline
@@ -32,6 +34,17 @@ def test_a_call_of_the_peaks_says_what_it_computed(target: Target) -> None:
     assert loops.fma(2, steps=10) == 10 * 12 * lanes * 2 * 2
     tiles, pairs = 40_000 * 4 * 16384, 200_000 * 12 * 16 * 2 * 2
     assert loops.bf16(1) in ((tiles, pairs) if target.pairs else (tiles, 0)), "tiles are there whatever the vectors are"
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("target", HERE, ids=lambda target: target.arch)
+def test_the_read_of_pieces_reads_each_to_its_end(target: Target) -> None:
+    memory = allocate_bytes(5 * 1600).view(5, 1600)  # no multiple of what is read at a time
+    for at, bit in enumerate((1, 2, 4)):
+        memory[2 * at, -8 + at] = bit
+    addresses = torch.tensor([piece.data_ptr() for piece in memory])
+    assert Limits(target).read_pieces(addresses.data_ptr(), 5, memory[0].nbytes, 2) == 1 | 2 << 8 | 4 << 16
+    assert Limits(target).read_pieces(addresses.data_ptr(), 4, memory[0].nbytes, 2) == 1 | 2 << 8, "the last is not among them"
 
 
 @pytest.mark.compiler

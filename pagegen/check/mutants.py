@@ -94,7 +94,7 @@ _ATTEND = (
         ("one token lost at every split", "to = std::min(from + SPLIT_KV, seq.context);", "to = std::min(from + SPLIT_KV - 1, seq.context);", "flashinfer#3890"),
         ("sum not rescaled", "w.l[row] * w.alpha[row] + sum(total)", "w.l[row] + sum(total)"),
         ("output not rescaled", "set1(w.alpha[row + r])) : zero();", "set1(1.0f)) : zero();"),
-        ("maximum not subtracted", "exp2(add(load(s + i), set1(-m)))", "exp2(load(s + i))", "flashinfer#4401"),
+        ("maximum not subtracted", "exp2(add(load(s + i), m))", "exp2(load(s + i))", "flashinfer#4401"),
         ("sum of the item before", "  w.l[row] = 0.0f;\n", "", "flashinfer#4002"),
         ("output of the item before", "  std::fill(w.o[row], w.o[row] + DVP, 0.0f);\n", "", "triton#9230"),
         ("query heads in the wrong order", "first + i, head * GROUP + g)", "first + i, g * KV_HEADS + head)", "tvm#17074"),
@@ -141,7 +141,7 @@ _ATTEND = (
     ),
     *_attend(
         "tree",
-        ("a row without keys subtracts -inf from -inf", "  if (m == NONE) {  // nothing", "  if (false) {  // nothing", "flashinfer#4051"),
+        ("a row without keys subtracts -inf from -inf", "m == NONE ? 0.0f : w.m[row] - m;", "w.m[row] - m;", "flashinfer#4051"),
         ("mask aligned to the left", "w.mask_from[row] = seq.context - a.mask_width;", "w.mask_from[row] = 0;", "flash-attention#282"),
         ("mask aligned to the rows", "w.mask_from[row] = seq.context - a.mask_width;", "w.mask_from[row] = seq.context - seq.tokens;"),
         ("mask row of the sequence, not of the batch", "w.token[row] = a.cu_seqlens_q[s] + first + i;", "w.token[row] = first + i;"),

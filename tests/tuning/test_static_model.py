@@ -172,7 +172,7 @@ def test_knobs_that_a_batch_does_not_reach_make_no_difference_to_it() -> None:
 
     assert work() == work(row_block_packed=12) == work(tile_q=8) == work(row_block=8)  # four rows, read in place
     assert work(split_kv=2048) == work(split_kv=8192) != work(split_kv=1024)
-    assert len({work(tile_kv=16), work(prefetch=0), work(prefetch=2), work(row_block=1), work(tile_q=4), work()}) == 6
+    assert len({work(tile_few=64), work(prefetch=0), work(prefetch=2), work(row_block=1), work(tile_q=4), work()}) == 6
 
 
 def test_threads_share_one_long_sequence_once_it_is_cut_and_prefetching_hides_what_is_read() -> None:

@@ -566,7 +566,7 @@ struct alignas(64) Scratch {
   float scale[ROWS];                 // of scores, to base 2
   float s[ROWS][TS];  // scores, then weights
   float o[ROWS][DVP];
-  float m[ROWS], l[ROWS], alpha[ROWS + W];
+  float m[ROWS], l[ROWS], alpha[ROWS];
   int64_t limit[ROWS];  // tokens that a row sees
   float k_tile[DP / 2][TS];           // pairs of dims
   float v_tile[TILE_KV / 2][DVP];  // pairs of tokens
@@ -872,7 +872,11 @@ inline void softmax(Scratch& w, int first, int end, const Tile& tile) {
     w.alpha[row] = m == NONE ? 0.0f : w.m[row] - m;  // nothing seen so far: -inf - -inf would be NaN
     w.m[row] = m;
   }
-  for (int row = first; row < end; row += W) store(w.alpha + row, exp2(load(w.alpha + row)));  // and of rows whose turn comes
+  for (int row = first; row < end; row += W) {
+    float* alpha = w.alpha + row;
+    if (end - row >= W) store(alpha, exp2(load(alpha)));
+    else store_n(alpha, exp2(load_n(alpha, end - row)), end - row);
+  }
   for (int row = first; row < end; ++row) {
     float* s = w.s[row];
     const int count = tile.count, seen = w.m[row] == NONE ? 0 : seen_of(w, row, tile);

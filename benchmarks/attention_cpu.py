@@ -99,23 +99,12 @@ def default_attend(spec: KernelSpec, target: Target, values: dict[str, Any] | No
     return build(render(variant(Op.ATTEND, spec, target, config)))  # type: ignore[return-value]  # what ATTEND builds
 
 
-RENDER = """
-import sys
-from pagegen.catalog import template_for, variant
-from pagegen.render import render
-from pagegen.spec import Op, parse_slug
-from pagegen.target import parse_target
-spec, target = parse_slug(sys.argv[1])[0], parse_target(sys.argv[2])
-sys.stdout.write(render(variant(Op.ATTEND, spec, target, template_for(Op.ATTEND, spec, target).space(spec, target).default)).text)
-"""
-
-
 def attend_of(checkout: str, spec: KernelSpec, target: Target) -> Attend:
     """attend with its default config, of another checkout of pagegen: what a change brought, in the same rounds."""
-    command = [sys.executable, "-c", RENDER, spec.slug, target.name]
+    command = [sys.executable, "-m", "pagegen", "render", spec.slug, "--target", target.name]
     text = subprocess.run(command, cwd=checkout, env={**os.environ, "PYTHONPATH": checkout}, capture_output=True, text=True, check=True).stdout
-    default = render(variant(Op.ATTEND, spec, target, template_for(Op.ATTEND, spec, target).space(spec, target).default))
-    return build(dataclasses.replace(default, text=text))  # type: ignore[return-value]  # what ATTEND builds
+    ours = render(variant(Op.ATTEND, spec, target, template_for(Op.ATTEND, spec, target).space(spec, target).default))
+    return build(dataclasses.replace(ours, text=text))  # type: ignore[return-value]  # what ATTEND builds
 
 
 def on_threads(call: Call, threads: int) -> Call:
@@ -270,6 +259,15 @@ class Result:
         peers = [name for name in self.record["contenders"] if name.startswith(("sdpa", "vllm"))]
         return min(peers, key=self.seconds, default=None)
 
+    @property
+    def vllm(self) -> str | None:
+        """The fastest of vLLM's."""
+        return min((name for name in self.record["contenders"] if name.startswith("vllm")), key=self.seconds, default=None)
+
+    def rate_over_mm(self) -> float:
+        """Operations a second over those of torch.mm."""
+        return float(self.record["flops"]) / self.seconds(self.ours) * self.seconds("torch_mm") / (2 * MM_SIZE**3)
+
     def ratio(self, name: str, over: str) -> Interval:
         """`name`'s time over that of `over`, round by round."""
         ratios = [a / b for a, b in zip(self.rounds(name), self.rounds(over), strict=True)]
@@ -334,6 +332,12 @@ def report(folder: Path, roofline: Roofline) -> Path:
             groups = [[b / a for a, b in zip(r.rounds(r.ours), r.rounds(r.peer or ""), strict=True)] for r in chosen]
             found = geomean_of_medians(groups, [1.0] * len(groups))
             lines += ["", f"{title}: best peer's time over ours {_interval(found)} (geometric mean of {len(chosen)} batches)."]
+    if prefill := [result for result in results if result.record["phase"] == "prefill"]:
+        rates = [result.rate_over_mm() for result in prefill]
+        lines += ["", f"prefill: {min(rates):.2f} to {max(rates):.2f} of the rate of torch.mm."]
+    if with_vllm := [result for result in prefill if result.vllm]:
+        groups = [[b / a for a, b in zip(r.rounds(r.ours), r.rounds(r.vllm or ""), strict=True)] for r in with_vllm]
+        lines += ["", f"prefill: vLLM's time over ours {_interval(geomean_of_medians(groups, [1.0] * len(groups)))}."]
     for title, chosen in _by_kv_dtype(results):
         lines += ["", f"{title}: share of the plain read {_geomean(chosen, 'read')} (geometric mean of {len(chosen)} batches)."]
         if read := [result for result in chosen if "blocks" in result.record["contenders"]]:

@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,15 +21,10 @@ def check(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([str(SCRIPT), *words], capture_output=True, text=True, timeout=550, env=environment, check=False)
 
 
-@pytest.mark.triton
-@pytest.mark.timeout(600)  # where many share few cores; alone it takes one
-def test_the_dry_run_goes_through_every_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PAGEGEN_CACHE", str(tmp_path / "cache"))
-    result = check("--dry-run", "--out", str(tmp_path / "out"))
-    record = json.loads((tmp_path / "out/gpu_check.json").read_text())
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert record["passed"] and record["complete"] and record["dry_run"] and record["format"] == 2
+def assert_rows(record: Mapping[str, Any]) -> None:
+    """What the parts of a dry run say, by part."""
     assert {row["op"] for row in record["correctness"]} == {"attend", "write_kv", "copy_blocks"}
+    assert all(row["cases"] for row in record["correctness"])
     assert {row["kernel"] for row in record["resources"]} >= {"decode", "merge"}
     assert set(record["timings"][0]["speedup"]) == {"sdpa_gather", "sdpa_gqa", "sdpa_folded"}
     assert all("flex" in row["speedup"] and {"flashinfer", "vllm"} <= row["absent"].keys() for row in record["peers"])
@@ -35,6 +32,51 @@ def test_the_dry_run_goes_through_every_part(tmp_path: Path, monkeypatch: pytest
     listed, *judged = record["tuning"]
     assert listed["candidates"] == 2 and Path(listed["shortlist"]).is_file() and judged
     assert all("default" in row["speedup"] for row in judged)
+
+
+EVERY_PART = """
+import json, sys
+from pathlib import Path
+sys.path.insert(0, {scripts!r})
+import gpu_check
+
+if __name__ == "__main__":
+    with gpu_check.started(True, Path(sys.argv[1]), 300.0) as run:
+        rows = {{name: [row for words in part.dry for row in part.work(run, *words)] for name, part in gpu_check.PARTS.items()}}
+    Path(sys.argv[1], "rows.json").write_text(json.dumps(rows))
+"""
+
+
+def run_text(folder: Path, text: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """Runs a script that imports scripts/gpu_check.py."""
+    script = folder / "script.py"
+    script.write_text(text.format(scripts=str(SCRIPT.parent)))
+    environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[1]), "PAGEGEN_CACHE": str(folder / "cache")}
+    return subprocess.run(
+        [sys.executable, str(script), *words], capture_output=True, text=True, timeout=550, env=environment, check=False
+    )
+
+
+@pytest.mark.triton
+def test_every_part_gives_its_records_without_a_gpu(tmp_path: Path) -> None:
+    """All in one process, and on one interpreter."""
+    done = run_text(tmp_path, EVERY_PART, str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = json.loads((tmp_path / "rows.json").read_text())
+    assert_rows(record)
+    assert not [row for rows in record.values() for row in rows if row["failures"]]
+
+
+@pytest.mark.long
+@pytest.mark.triton
+@pytest.mark.timeout(600)  # where many share few cores; alone it takes one minute
+def test_the_dry_run_goes_through_every_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGEGEN_CACHE", str(tmp_path / "cache"))
+    result = check("--dry-run", "--out", str(tmp_path / "out"))
+    record = json.loads((tmp_path / "out/gpu_check.json").read_text())
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert record["passed"] and record["complete"] and record["dry_run"] and record["format"] == 2
+    assert_rows(record)
     parts = record["parts"].values()
     assert all(part["complete"] for part in parts) and sum(part["share"] for part in parts) <= 9 * 60 - 20
 
@@ -42,7 +84,9 @@ def test_the_dry_run_goes_through_every_part(tmp_path: Path, monkeypatch: pytest
 PLANTED = """
 import contextlib, os, signal, sys, time
 from pathlib import Path
+from unittest.mock import MagicMock
 sys.path.insert(0, {scripts!r})
+sys.modules.update(dict.fromkeys(("torch", "torch.nn", "torch.nn.functional"), MagicMock()))  # seconds a process, for nothing
 import gpu_check
 
 def work(run, how):
@@ -59,8 +103,8 @@ def started(dry, out, seconds):
 def part(share, *pieces, lanes=1):
     return gpu_check.Part(share, work, (), [(piece,) for piece in pieces], lanes)
 
-gpu_check.started, gpu_check.GRACE, gpu_check.CORES = started, 0.5, 8
-gpu_check.PARTS = {{"hanging": part(20, "e", "hang", "f"), "failing": part(200, "a", "segfault", "b", "raise", "c", "refuse", "d", lanes=2), "last": part(60, "g")}}
+gpu_check.started, gpu_check.environment, gpu_check.GRACE, gpu_check.CORES = started, lambda *_: {{}}, 0.5, 8
+gpu_check.PARTS = {{"hanging": part(6, "e", "hang", "f"), "failing": part(200, "a", "segfault", "b", "raise", "c", "refuse", "d", lanes=2), "last": part(60, "g")}}
 if __name__ == "__main__":
     sys.exit(gpu_check.main())
 """
@@ -69,11 +113,7 @@ if __name__ == "__main__":
 @pytest.mark.triton
 def test_what_a_piece_of_work_does_to_its_process_is_recorded_and_the_rest_goes_on(tmp_path: Path) -> None:
     """A crash, an error that may have spoiled the device, a refusal, and a hang, which costs its own part what is left."""
-    script = tmp_path / "planted.py"
-    script.write_text(PLANTED.format(scripts=str(SCRIPT.parent)))
-    words = [sys.executable, str(script), "--dry-run", "--out", str(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[1])}
-    done = subprocess.run(words, capture_output=True, text=True, timeout=550, env=environment, check=False)
+    done = run_text(tmp_path, PLANTED, "--dry-run", "--out", str(tmp_path))
     record = json.loads((tmp_path / "gpu_check.json").read_text())
     assert done.returncode == 1 and not record["passed"] and not record["complete"], done.stdout + done.stderr
     right = {name: sorted(row["op"] for row in record[name] if not row["failures"]) for name in record["parts"]}

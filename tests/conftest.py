@@ -11,8 +11,9 @@ import functools
 import importlib.util
 import os
 import shutil
+import signal
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -81,6 +82,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if marked and not capability.present():
             for item in marked:
                 item.add_marker(pytest.mark.skip(reason=capability.reason))
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """SIGINT interrupts, here and in processes that are started: a shell has what it runs in the background ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

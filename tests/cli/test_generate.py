@@ -176,7 +176,7 @@ def test_together_they_give_what_each_gives_alone(tmp_path: Path) -> None:
 
 
 def test_a_small_pool_preempts_and_still_answers_everything(tmp_path: Path) -> None:
-    lines = [{"prompt": f"prompt {i}", "max_tokens": 40} for i in range(4)]
+    lines = [{"prompt": f"prompt {i}", "max_tokens": 12} for i in range(4)]  # two blocks each
     few = generate_lines(tmp_path, lines, "--kv-blocks", "5").document
     many = generate_lines(tmp_path, lines).document
     assert few["memory"]["num_blocks"] == 5

@@ -129,6 +129,7 @@ def test_a_killed_run_is_continued_by_the_same_command(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_keeps_what_was_finished_and_gives_back_the_rest(number: int, status: int, tmp_path: Path) -> None:
     words = [sys.executable, "-m", "pagegen", "tune", f"decode-{SLUG}", "--trials", "30", "--out", str(tmp_path)]

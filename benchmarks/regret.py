@@ -383,9 +383,10 @@ class Found(StopRule):
         return "found" if any(config in truth.good for config in finalists.values() if config in known) else ""
 
 
-def trials_until_found(truth: Truth, sampler: str, seed: int, first: Sequence[Config] = ()) -> int:
-    """Configs that a search evaluates until a good one is among its finalists; `first` are tried after the default."""
-    storage, total = optuna.storages.InMemoryStorage(), len(truth.once)
+def trials_until_found(truth: Truth, sampler: str, seed: int, first: Sequence[Config] = (), most: int | None = None) -> int:
+    """Configs that a search evaluates until a good one is among its finalists, or until it gives up after `most`; `first`
+    are tried after the default."""
+    storage, total = optuna.storages.InMemoryStorage(), min(len(truth.once), most or len(truth.once))
     study = BucketStudy(storage, truth.name, truth.space, {}, seed=seed, total=total, sampler=sampler)
     study.enqueue(first)
     try:
@@ -429,12 +430,12 @@ class Row:
         return ours <= TRIALS_SHARE * self.configs and ours <= OF_RANDOM * self.median(RANDOM)
 
 
-def replay(truth: Truth, seeds: Sequence[int], ways: Sequence[str] = WAYS) -> Row:
-    """Searches by each way with each seed."""
+def replay(truth: Truth, seeds: Sequence[int], ways: Sequence[str] = WAYS, most: int | None = None) -> Row:
+    """Searches by each way with each seed, to the end or up to `most` trials."""
     order = ranking(truth)
     found = {
         way: [
-            trials_until_found(truth, RANDOM if way == RANDOM else "tpe", seed, order[:FIRST] if way == TUNER else ())
+            trials_until_found(truth, RANDOM if way == RANDOM else "tpe", seed, order[:FIRST] if way == TUNER else (), most)
             for seed in seeds
         ]
         for way in ways

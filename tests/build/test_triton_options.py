@@ -10,7 +10,7 @@ import pytest
 from pagegen.build import triton as backend
 from pagegen.build.triton import Interpreter
 from pagegen.catalog import template_for, variant
-from pagegen.check.case import Case
+from pagegen.check.case import Case, Part
 from pagegen.check.compare import check_calls
 from pagegen.check.suite import quick_suite
 from pagegen.render import Source, render
@@ -138,10 +138,27 @@ def test_blocks_move_with_their_scales(interpreter: Interpreter, op: Op, name: s
     assert failures(interpreter, source(spec, op), cases_of(spec, op, QUICK[op])) == []
 
 
-@pytest.mark.parametrize("changes", [{}, {"window": 9, "dtype": "bf16"}], ids=str)
+ROWS = [{}, {"window": 9, "dtype": "bf16"}]
+
+
+@pytest.mark.parametrize("changes", ROWS, ids=str)
 def test_a_deterministic_row_has_the_same_bits_in_any_batch_and_chunk(
     interpreter: Interpreter, changes: dict[str, Any]
 ) -> None:
+    """Of a decode and two prompts: each alone, and the longer one, which is more than a tile, in chunks."""
+    spec = small("", deterministic=True, block_size=16, **changes)
+    whole = Case("mixed", Op.ATTEND, spec, (1, 5, 29), (33, 21, 60))
+    parts = [Part(0, 0, 1), Part(1, 0, 5), Part(2, 0, 13), Part(2, 13, 14), Part(2, 14, 29)]
+    shared = [case for case in cases_of(spec, Op.ATTEND) if case.part and case.name.startswith("shared prefix")]
+    bases = [case for case in cases_of(spec, Op.ATTEND) if case in {case.like for case in shared}]
+    assert len(bases) == 2
+    assert failures(interpreter, source(spec), [whole, *(whole.replace(part=part, like=whole) for part in parts), *bases, *shared]) == []
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("changes", ROWS, ids=str)
+def test_so_has_each_in_the_gates_batches(interpreter: Interpreter, changes: dict[str, Any]) -> None:
     spec = small("", deterministic=True, block_size=16, **changes)
     cases = [case for case in cases_of(spec, Op.ATTEND) if case.part or case.name in ("prefill over splits", "shared prefix")]
     cases += [case for case in cases_of(spec, Op.ATTEND) if case.name in {case.like.name for case in cases if case.like}]

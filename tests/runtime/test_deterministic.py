@@ -42,6 +42,7 @@ TINY = ModelConfig(  # sizes at which products do depend on the number of rows
     max_position_embeddings=MAX_MODEL_LEN,
 )
 PARTS = [range(begin, begin + 50) for begin in range(0, 300, 50)]
+SEEDS = range(1, 6)  # of every run; what a scenario may come upon is among them
 GAP = 1e-3  # tokens that are nearer to each other than this may change places where bits may differ
 
 
@@ -281,18 +282,18 @@ def test_without_a_package_deterministic_kernels_are_built_and_named_in_one_line
 
 @pytest.mark.parametrize("dtype", [DType.FP32, DType.BF16])
 def test_deterministic_outputs_have_the_bits_of_each_alone(dtype: DType) -> None:
-    assert_bits(Trial(tiny(dtype, True)), range(12))
+    assert_bits(Trial(tiny(dtype, True)), SEEDS)
 
 
-@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize("kv_dtype", [pytest.param(each, marks=[] if each is DType.INT4 else pytest.mark.long) for each in KV_DTYPES])
 def test_with_a_quantised_cache_too(kv_dtype: DType) -> None:
     """Copied, swapped and shared blocks keep their scales: else they would mean other numbers."""
-    assert_bits(Trial(tiny(DType.BF16, True, kv_dtype)), range(5))
+    assert_bits(Trial(tiny(DType.BF16, True, kv_dtype)), SEEDS)
 
 
 @pytest.mark.parametrize("weight_dtype", WEIGHT_DTYPES)
 def test_with_quantised_weights_too(weight_dtype: DType) -> None:
-    assert_bits(Trial(tiny(DType.BF16, True, None, weight_dtype)), range(5))
+    assert_bits(Trial(tiny(DType.BF16, True, None, weight_dtype)), SEEDS)
 
 
 @pytest.mark.long
@@ -333,7 +334,7 @@ def test_without_it_bits_differ_which_these_tests_would_notice() -> None:
 
 
 def test_without_it_fp32_tokens_are_those_of_each_alone_but_for_near_ties() -> None:
-    assert_tokens(Trial(tiny(DType.FP32, False), greedy=True), range(12))
+    assert_tokens(Trial(tiny(DType.FP32, False), greedy=True), SEEDS)
 
 
 @pytest.mark.long

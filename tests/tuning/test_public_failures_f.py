@@ -373,9 +373,8 @@ def test_f06_what_is_timed_reads_a_cache_of_its_own_and_leaves_it_as_it_was() ->
     point = Point.parse("2x1@37")
     pool = Pool.for_points(SPEC, (point,), 1 << 16)
     before = [cache.clone() for cache in (pool.k_cache, pool.v_cache)]
-    inputs, space = Inputs(pool, point), template_for(Op.ATTEND, SPEC, SCALAR).space(SPEC, SCALAR)
-    made_of = variant(Op.ATTEND, SPEC, SCALAR)
-    configs = [space.config({"tile_kv": tile}) for tile in (16, 32, 64)]
+    inputs, made_of = Inputs(pool, point), variant(Op.ATTEND, SPEC, best_cpu())
+    configs = [CONFIGS.default, CONFIGS.config({"tile_kv": 16})]
     kernels = [build(render(dataclasses.replace(made_of, config=config))) for config in configs]
     q = inputs.q.clone()
     measure({str(number): inputs.bind(kernel) for number, kernel in enumerate(kernels)}, "0", seconds=0.01)  # type: ignore[arg-type]
@@ -406,7 +405,12 @@ CONFIGS = template_for(Op.ATTEND, SPEC, best_cpu()).space(SPEC, best_cpu())
 
 @pytest.mark.parametrize(
     ("how", "said"),
-    [("SystemExit", "exit status 3"), ("MemoryError", "MemoryError"), ("TimeoutError", "TimeoutError"), ("segfault", "SIGSEGV")],
+    [
+        ("segfault", "SIGSEGV"),
+        ("MemoryError", "MemoryError"),
+        pytest.param("SystemExit", "exit status 3", marks=pytest.mark.long),
+        pytest.param("TimeoutError", "TimeoutError", marks=pytest.mark.long),
+    ],
 )
 def test_f07_a_candidate_that_takes_its_process_down_does_not_spoil_the_next(
     how: str, said: str, monkeypatch: pytest.MonkeyPatch
@@ -419,7 +423,9 @@ def test_f07_a_candidate_that_takes_its_process_down_does_not_spoil_the_next(
         assert evaluator.evaluate(Phase.DECODE, CONFIGS.default).status is Status.PASSED
 
 
-@pytest.mark.parametrize(("how", "said"), [("MemoryError", "MemoryError: out of resources"), ("segfault", "SIGSEGV")])
+@pytest.mark.parametrize(
+    ("how", "said"), [("segfault", "SIGSEGV"), pytest.param("MemoryError", "MemoryError: out of resources", marks=pytest.mark.long)]
+)
 def test_f07_a_kernel_of_a_gpu_is_judged_where_it_can_spoil_nobody(how: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if for a GPU, whose kernels run in the process that judges them: the next one gets a process of its own."""
     before_the_timer(monkeypatch, f"from tests.tuning.faulty import plant; plant({how!r})")
@@ -457,7 +463,7 @@ def test_f08_two_machines_without_a_name_are_not_the_same(tmp_path: Path) -> Non
 # --- F09: resuming ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["journal", "sqlite"])
+@pytest.mark.parametrize("kind", ["journal", pytest.param("sqlite", marks=pytest.mark.long)])
 def test_f09_ten_trials_are_ten_however_often_and_by_how_many_they_are_resumed(tmp_path: Path, kind: str) -> None:
     url = f"sqlite:///{tmp_path}/trials.db" if kind == "sqlite" else str(tmp_path / "journal.log")
 

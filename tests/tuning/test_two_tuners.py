@@ -54,13 +54,20 @@ def together(timed: Sequence[Sample]) -> int:
 
 @pytest.mark.timeout(2 * SECONDS)
 def test_two_tuners_at_once_never_time_together(tmp_path: Path) -> None:
-    timed = samples(tmp_path, [tmp_path / "lock"] * 2, 3)
+    timed = samples(tmp_path, [tmp_path / "lock"] * 2, 2)
     owners = [name for name, _, _ in timed]
     turns = sum(one != other for one, other in itertools.pairwise(owners))
     assert turns >= 4 and min(owners.count("a"), owners.count("b")) > 100  # they had to take turns, roofline and trials
     assert together(timed) == 0
 
 
+def test_a_sample_that_begins_before_anothers_end_is_seen() -> None:
+    alone = [("a", 0.0, 2.0), ("b", 2.0, 3.0), ("b", 3.0, 4.0), ("a", 4.0, 5.0)]
+    assert together(alone) == 0
+    assert together([*alone, ("b", 4.9, 6.0)]) == 1
+
+
+@pytest.mark.long
 @pytest.mark.timeout(2 * SECONDS)
 def test_with_a_lock_each_they_would_and_it_is_seen(tmp_path: Path) -> None:
     assert together(samples(tmp_path, [tmp_path / "one", tmp_path / "other"], 1)) > 0

@@ -116,7 +116,7 @@ def test_threads_are_cut_by_affinity_and_quota(affinity: int, quota: float | Non
     assert machine(affinity=affinity, quota=quota).threads == threads
 
 
-@pytest.mark.parametrize("binding", [{}, {"OMP_PROC_BIND": "true"}, {"GOMP_CPU_AFFINITY": "0-1023"}])
+@pytest.mark.parametrize("binding", [pytest.param({}, marks=pytest.mark.long), {"OMP_PROC_BIND": "true"}, {"GOMP_CPU_AFFINITY": "0-1023"}])
 def test_threads_pinned_by_openmp_still_count_as_cores(binding: dict[str, str]) -> None:
     script = "import os, torch; from pagegen.target import detect; print(detect().affinity)"
     run = subprocess.run([sys.executable, "-c", script], env=os.environ | binding, capture_output=True, text=True, check=True)

@@ -103,7 +103,13 @@ def test_the_other_ops_move_the_references_bits(interpreter: Interpreter, op: Op
 
 
 @pytest.mark.parametrize(
-    "knobs", [{"tile_q": 16, "tile_kv": 128}, {"tile_q": 128, "tile_kv": 16, "split_below": 512}, {"split_below": 0}], ids=str
+    "knobs",
+    [
+        pytest.param({"tile_q": 16, "tile_kv": 128}, marks=pytest.mark.long),
+        {"tile_q": 128, "tile_kv": 16, "split_below": 512},
+        {"split_below": 0},
+    ],
+    ids=str,
 )
 def test_no_knob_changes_what_is_computed(interpreter: Interpreter, knobs: dict[str, Value]) -> None:
     spec = parse_slug("fp32-d24-h9x3-b6-NHD-lse")[0]
@@ -206,7 +212,9 @@ def check_binaries(slug: str, target: str) -> dict[str, Resources]:
     return found
 
 
-@pytest.mark.parametrize("target", PROMISED)
+@pytest.mark.parametrize(
+    "target", [pytest.param(name, marks=[] if name in ("cuda:sm_90", "hip:gfx942") else pytest.mark.long) for name in PROMISED]
+)
 def test_default_configs_spill_nothing_and_use_the_matrix_units(target: str) -> None:
     found = check_binaries("bf16-d128-h32x8-b16-NHD", target)
     assert set(found) == {"decode", "split", "merge", "prefill"}

@@ -46,7 +46,7 @@ def test_the_quick_gate_passes(op: Op, slug: str) -> None:
     assert report.status is Status.PASSED, report.reason
 
 
-@pytest.mark.parametrize("rope", ["neox", "interleaved"])
+@pytest.mark.parametrize("rope", ["neox", pytest.param("interleaved", marks=pytest.mark.long)])
 def test_write_kv_with_everything_passes_the_quick_gate(rope: str) -> None:
     spec = parse_slug("bf16-d40-h6x3-b5-NHD-kvint8")[0].replace(rope=rope, rotary_dim=24, qk_norm=True, kv_zero=True)
     library = compile_library(render(variant(Op.WRITE_KV, spec, NEON)).text, NEON)

@@ -33,7 +33,7 @@ def test_it_makes_the_same_case() -> None:
         assert found["case"] == case
 
 
-@pytest.mark.parametrize("name", ["prefill chunks", "many blocks"])
+@pytest.mark.parametrize("name", ["prefill chunks", pytest.param("many blocks", marks=pytest.mark.long)])
 def test_it_runs(name: str) -> None:
     case = next(case for case in reversed(quick_suite(SPEC)) if case.name == name)
     command = [sys.executable, "-c", text_of(case)]

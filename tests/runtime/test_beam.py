@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import random
@@ -88,9 +89,17 @@ def expected(oracle: Any, prompt: list[int], params: SamplingParams) -> list[tup
     return list(zip(rows, found.sequences_scores.tolist(), strict=True))
 
 
+QUICK = [(1.0, True), (0.0, "never"), (-1.5, False), (2.0, "never")]
+
+
 @pytest.mark.oracle
-@pytest.mark.parametrize("early_stopping", [True, False, "never"])
-@pytest.mark.parametrize("length_penalty", [1.0, 0.0, -1.5, 2.0])
+@pytest.mark.parametrize(
+    ("length_penalty", "early_stopping"),
+    [
+        pytest.param(*each, marks=[] if each in QUICK else pytest.mark.long)
+        for each in itertools.product((1.0, 0.0, -1.5, 2.0), (True, False, "never"))
+    ],
+)
 def test_outputs_and_scores_are_those_of_transformers(
     tiny: CausalLM, early_stopping: Early, length_penalty: float
 ) -> None:

@@ -4,10 +4,12 @@ import pytest
 import torch
 
 from pagegen import torch_op
-from pagegen.build import build_kernels
+from pagegen.build import build
+from pagegen.catalog import variant
 from pagegen.errors import KernelError
 from pagegen.kernel import AttendExtras
-from pagegen.spec import DType, KernelSpec
+from pagegen.render import render
+from pagegen.spec import DType, KernelSpec, Op
 from pagegen.target import best_cpu
 from pagegen.tuning.workload import Inputs, Point, Pool
 
@@ -19,7 +21,8 @@ def batch(spec: KernelSpec = SPEC) -> tuple[int, Inputs, tuple[torch.Tensor, ...
     """A handle, a small ragged batch, and what comes after `out` in a call."""
     point = Point.parse("2x1@9+1x5@13")
     inputs = Inputs(Pool.for_points(spec, (point,), 0), point)
-    number = torch_op.handle(build_kernels(spec, best_cpu()).attend, inputs.extras)
+    attend = build(render(variant(Op.ATTEND, spec, best_cpu())))
+    number = torch_op.handle(attend, inputs.extras)  # type: ignore[arg-type]
     cache = (inputs.pool.k_cache, inputs.pool.v_cache, inputs.block_tables[0])
     return number, inputs, (inputs.q, *cache, inputs.context_lens, inputs.cu_seqlens_q)
 

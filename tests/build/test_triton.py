@@ -77,7 +77,7 @@ def of_op(spec: KernelSpec, op: Op) -> list[Case]:
 # --- numbers ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("slug", COVERING)
+@pytest.mark.parametrize("slug", [pytest.param(slug, marks=pytest.mark.long if place in (1, 2) else []) for place, slug in enumerate(COVERING)])
 def test_attend_gives_the_references_numbers(interpreter: Interpreter, slug: str) -> None:
     spec = parse_slug(slug)[0]
     b = spec.block_size

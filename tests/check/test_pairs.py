@@ -96,7 +96,7 @@ def test_a_kernel_that_gives_nothing_is_not_compared(build_text: Builder) -> Non
 @pytest.mark.triton
 def test_a_planted_disagreement_between_backends_is_noticed(interpreter: Interpreter, build_text: Builder) -> None:
     """C++ with the causal mask one key late, beside C++ and Triton as they are."""
-    cases = [case for case in interpreted(SPEC, 0) if case.op is Op.ATTEND and case.like is None and max(case.query_lens, default=0) > 1]
+    cases = [case for case in interpreted(SPEC, 0) if case.op is Op.ATTEND and case.like is None and max(case.query_lens, default=0) > 1][:4]
     healthy = render(variant(Op.ATTEND, SPEC, SCALAR)).text
     sick = healthy.replace("std::clamp<int64_t>(position + 1,", "std::clamp<int64_t>(position + 2,")
     assert sick != healthy

@@ -36,7 +36,7 @@ def loaded() -> tuple[CausalLM, PagedKernels]:
     ("policy", "memory_policy", "preemption", "num_blocks"),
     [
         ("default", "paged", "recompute", 4),
-        ("vllm-paper", "paged", "swap", 5),
+        pytest.param("vllm-paper", "paged", "swap", 5, marks=pytest.mark.long),
         pytest.param("vllm-paper", "paged", "auto", 5, marks=pytest.mark.long),
         pytest.param("orca", "orca-max", "recompute", 24, marks=pytest.mark.long),
         pytest.param("request", "contiguous-first-fit", "recompute", 12, marks=pytest.mark.long),

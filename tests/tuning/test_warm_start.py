@@ -1,5 +1,6 @@
 """What won elsewhere is tried first, if it is for the same template and this space has it; bad records are passed over."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from pagegen.tuning.warm_start import MOST, suggestions
 TARGET = parse_target("cpu:avx2")
 SPEC = KernelSpec(q_heads=8, kv_heads=2, head_dim=64)
 SPACE = template_for(Op.ATTEND, SPEC, TARGET).space(SPEC, TARGET)
-OTHERS = [config for config in SPACE if config != SPACE.default]
+OTHERS = [config for config in itertools.islice(SPACE, 100) if config != SPACE.default]
 
 
 def record(folder: Path, spec: KernelSpec, values: dict[str, Any], target: str = "cpu:avx2", **winner: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -66,8 +66,11 @@ ROTATIONS: dict[str, dict[str, Any]] = {
 }
 ALL = SCORES | CACHES | ROTATIONS
 
-# Of these others have the same steps and formats, with more.
-LATER = {"window", "soft cap", "alibi", "sinks", "mask", "constant score", "bf16 for fp32", "fp32 for fp16", "e4m3", "int8"}
+# Others have the same steps and formats, with more.
+LATER = {
+    *("window", "window of one", "right window", "soft cap", "alibi", "sinks", "mask", "constant score"),
+    *("bf16 for fp32", "fp32 for fp16", "e4m3", "int8", "int4", "latent, V is K"),
+}
 
 QUICK = {
     Op.ATTEND: (
@@ -119,22 +122,27 @@ def cases_of(spec: KernelSpec, op: Op, names: tuple[str, ...] | None = None) -> 
     return cases if names is None else [case for case in cases if case.name in names and case.like is None]
 
 
+def in_every_run(names: Iterable[str]) -> list[Any]:
+    """The names, with a mark on those of LATER."""
+    return [pytest.param(name, marks=pytest.mark.long if name in LATER else []) for name in names]
+
+
 # --- numbers ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long if name in LATER else []) for name in SCORES | CACHES])
+@pytest.mark.parametrize("name", in_every_run(SCORES | CACHES))
 def test_attend_gives_the_references_numbers(interpreter: Interpreter, name: str) -> None:
     spec = small(name)
     assert failures(interpreter, source(spec), cases_of(spec, Op.ATTEND, QUICK[Op.ATTEND])) == []
 
 
-@pytest.mark.parametrize("name", ROTATIONS | {name: fields for name, fields in CACHES.items() if "kv_dtype" in fields})
+@pytest.mark.parametrize("name", in_every_run(ROTATIONS | {name: fields for name, fields in CACHES.items() if "kv_dtype" in fields}))
 def test_write_kv_stores_the_references_bits(interpreter: Interpreter, name: str) -> None:
     spec = small(name)
     assert failures(interpreter, source(spec, Op.WRITE_KV), cases_of(spec, Op.WRITE_KV, QUICK[Op.WRITE_KV])) == []
 
 
-@pytest.mark.parametrize("name", ["fp16 for bf16", "e4m3 by token", "int8 with zeros", "int4", "latent"])
+@pytest.mark.parametrize("name", in_every_run(["e4m3 by token", "int8 with zeros", "int4", "bf16 for fp32", "latent"]))
 @pytest.mark.parametrize("op", [Op.COPY_BLOCKS, Op.GATHER_BLOCKS, Op.SCATTER_BLOCKS])
 def test_blocks_move_with_their_scales(interpreter: Interpreter, op: Op, name: str) -> None:
     spec = small(name)

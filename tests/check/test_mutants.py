@@ -17,8 +17,8 @@ from tests.check.conftest import SCALAR, Builder
 from tests.conftest import ROOT
 
 KERNELS = {(mutant.op, mutant.spec): mutant for mutant in MUTANTS}
-# One a kernel is planted in every run, the others in long ones.
-SAMPLE = set(KERNELS.values())
+# One for every second kernel is planted in every run, the others in long ones.
+SAMPLE = set([*KERNELS.values()][::2])
 
 
 def ident(mutant: Mutant) -> str:

@@ -1,4 +1,7 @@
-"""Two `pagegen tune` at once on one machine never time together; and where they did, this would notice."""
+"""Two `pagegen tune` at once on one machine never time together; and where they did, this would notice.
+
+In every run processes with the lock (test_machine) and evaluators (test_throughput) do not, which takes less.
+"""
 
 from __future__ import annotations
 
@@ -52,9 +55,10 @@ def together(timed: Sequence[Sample]) -> int:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.timeout(2 * SECONDS)
 def test_two_tuners_at_once_never_time_together(tmp_path: Path) -> None:
-    timed = samples(tmp_path, [tmp_path / "lock"] * 2, 2)
+    timed = samples(tmp_path, [tmp_path / "lock"] * 2, 3)
     owners = [name for name, _, _ in timed]
     turns = sum(one != other for one, other in itertools.pairwise(owners))
     assert turns >= 4 and min(owners.count("a"), owners.count("b")) > 100  # they had to take turns, roofline and trials

@@ -31,12 +31,12 @@ def gone(pid: int) -> bool:
 
 def test_every_job_is_answered_and_a_process_is_lost_with_its_own_job_only() -> None:
     jobs = ["a", "segfault", "b", "c", "hang", "exit", "d"]
-    answers = dict(run_jobs(work, jobs, workers=2, timeout=12))
+    answers = dict(run_jobs(work, jobs, workers=2, timeout=6))
     died = {jobs[place]: answer.how for place, answer in answers.items() if isinstance(answer, Died)}
     assert died == {
         "segfault": "its process ended with SIGSEGV",
         "exit": "its process ended with exit status 3",
-        "hang": "it took longer than 12 s",
+        "hang": "it took longer than 6 s",
     }
     done = [answer for answer in answers.values() if not isinstance(answer, Died)]
     assert sorted(word for _, word in done) == ["a", "b", "c", "d"]

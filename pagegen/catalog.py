@@ -95,7 +95,6 @@ def _supports(kind: str, known: frozenset[str]) -> Callable[[KernelSpec, Target]
 def _cpp_attend_space(spec: KernelSpec, target: Target) -> ConfigSpace:
     group = spec.group
     direct = max(rows for rows in (1, 2, 3, 4) if group % rows == 0 or group > 4)
-    tile_q = 16 if not spec.v_in_k else 1 << (min(16, MAX_LATENT_GROUP // group).bit_length() - 1)  # MLA: at most 128 rows
     packing = (1, 8, 16, 32, 64) if spec.deterministic else (8, 16, 32, 64)  # deterministic: always or never, by the group
 
     def fits(v: Mapping[str, Value]) -> bool:
@@ -117,10 +116,13 @@ def _cpp_attend_space(spec: KernelSpec, target: Target) -> ConfigSpace:
             (too_large, Constraint(lambda v: int(v.get("tile_few", 0)) <= int(v["tile_kv"]), "tile_few exceeds tile_kv")),
         )
 
-    tile_kv = 64
-    if products(spec, target) == "pairs" and not spec.v_in_k:  # products are quick: what a tile costs otherwise is shared by more
+    # Rows that share the packing of a tile: too few, and it costs; too many, and a causal tile computes what nobody sees.
+    if spec.v_in_k:
+        tile_q = 1 << (min(16, MAX_LATENT_GROUP // group).bit_length() - 1)  # at most 128 rows
+    else:
         tile_q = min(64, max(16, 1 << (128 // group).bit_length() - 1))
-        tile_kv = 64 if spec.deterministic else 128
+    wide = products(spec, target) == "pairs" and not (spec.v_in_k or spec.deterministic)
+    tile_kv = 128 if wide else 64  # where products are quick, what a tile costs otherwise is shared by more
     # Two tiles of all heads, this one and the one that is prefetched, are to stay in the second cache beside what else is there.
     token = spec.kv_heads * (spec.k_width + (0 if spec.v_in_k else spec.v_width)) * spec.cache_dtype.itemsize
     tile_few = max(16, min(64, 1 << (TILE_BYTES // token).bit_length() - 1)) if token <= TILE_BYTES else 16

@@ -1,5 +1,5 @@
 // attend cpu:avx2 bf16-d24v40-h4x2-b3-NHD-kvint4-w9-cap20-alibi-sinks-det
-// tile_kv=64 tile_q=16 split_kv=1024 row_block=2 row_block_packed=6 pack_rows=16 prefetch=1
+// tile_kv=64 tile_q=64 split_kv=1024 row_block=2 row_block_packed=6 pack_rows=16 prefetch=1
 //
 // A row is one query token of one query head. A work item is a tile of rows of one sequence that share a KV head,
 // and a range of that sequence's tokens: in decode the range is cut into parts of SPLIT_KV tokens, always at the same
@@ -427,7 +427,7 @@ constexpr int KV_HEADS = 2, GROUP = 2;
 // The two halves of a head, which share bytes in the cache, are padded to whole vectors each.
 constexpr int HALF = 12, HALFV = 20;
 constexpr int D = 2 * up(HALF, W), DV = 2 * up(HALFV, W), BLOCK = 3;
-constexpr int TILE_KV = 64, TILE_Q = 16, SPLIT_KV = 1024;
+constexpr int TILE_KV = 64, TILE_Q = 64, SPLIT_KV = 1024;
 constexpr int ROW_BLOCK = 2, ROW_BLOCK_PACKED = 6;
 constexpr int PACK_ROWS = 16, PREFETCH = 1;
 constexpr bool CAUSAL = true;
@@ -513,6 +513,7 @@ struct Tile {
   int count;  // its tokens
   int hidden;  // tokens before the first that a row sees
   const C *k[TILE_KV], *v[TILE_KV];  // where they begin
+  int64_t k_scales[TILE_KV], v_scales[TILE_KV];  // where their scales lie
   float k_scale[TS], v_scale[TS];
 };
 
@@ -675,20 +676,41 @@ inline void locate(const pg_attend_args& a, const int32_t* table, int64_t head, 
     const int in_block = int((t + i) % BLOCK), run = std::min(count - i, BLOCK - in_block);
     const C* k_token = k_head + block * a.k_stride_block + in_block * a.k_stride_token;
     const C* v_token = v_head + block * a.v_stride_block + in_block * a.v_stride_token;
-    int64_t k_scale = block * a.k_scale_stride_block + in_block * a.k_scale_stride_token + head * a.k_scale_stride_head;
-    int64_t v_scale = block * a.v_scale_stride_block + in_block * a.v_scale_stride_token + head * a.v_scale_stride_head;
-    for (int j = i; j < i + run; ++j, k_scale += a.k_scale_stride_token, v_scale += a.v_scale_stride_token) {
-      tile.k_scale[j] = a.k_scale[k_scale];
-      tile.v_scale[j] = a.v_scale[v_scale];
+    const int64_t k_scale = block * a.k_scale_stride_block + in_block * a.k_scale_stride_token + head * a.k_scale_stride_head;
+    const int64_t v_scale = block * a.v_scale_stride_block + in_block * a.v_scale_stride_token + head * a.v_scale_stride_head;
+    for (int j = 0; j < run; ++j) {
+      tile.k_scales[i + j] = k_scale + j * a.k_scale_stride_token;
+      tile.v_scales[i + j] = v_scale + j * a.v_scale_stride_token;
     }
     for (int j = 0; j < run; ++j, ++i) {
       tile.k[i] = k_token + j * a.k_stride_token;
       tile.v[i] = v_token + j * a.v_stride_token;
     }
   }
-  // Tokens that nobody sees: what lies there may be NaN, and 0 * NaN is.
+}
+
+// Prefetches the scales of a tile: those of all heads of a token lie side by side.
+inline __attribute__((always_inline)) void fetch_scales(const pg_attend_args& a, const Tile& tile) {
+  if (PREFETCH == 0) return;
+  for (int i = 0; i < tile.count; ++i) {
+    for (int head = 0; head < KV_HEADS; head += 64 / int(sizeof(float))) {
+      __builtin_prefetch(a.k_scale + tile.k_scales[i] + head * a.k_scale_stride_head, 0, 2);
+      __builtin_prefetch(a.v_scale + tile.v_scales[i] + head * a.v_scale_stride_head, 0, 2);
+    }
+  }
+}
+
+// Reads the scales of a tile, of KV head h from the one that it was located for. Those of tokens that nobody sees may be NaN,
+// and 0 * NaN is: they become 0.
+inline void read_scales(const pg_attend_args& a, Tile& tile, int h) {
+  for (int i = 0; i < tile.count; ++i) {
+    const int64_t k = tile.k_scales[i] + h * a.k_scale_stride_head;
+    tile.k_scale[i] = a.k_scale[k];
+    const int64_t v = tile.v_scales[i] + h * a.v_scale_stride_head;
+    tile.v_scale[i] = a.v_scale[v];
+  }
   std::fill(tile.v_scale, tile.v_scale + tile.hidden, 0.0f);
-  std::fill(tile.v_scale + count, tile.v_scale + up(count, W), 0.0f);
+  std::fill(tile.v_scale + tile.count, tile.v_scale + up(tile.count, W), 0.0f);
 }
 
 // Tokens from `i` on, up to the end of the tile, that lie in one block.
@@ -760,12 +782,21 @@ inline void score(Scratch& w, int row, const Tile& tile, const pg_attend_args&) 
           for (int j = 0; j < TOKENS; ++j) sums[r][j] = zero();
 #pragma GCC unroll 16
         for (int d = 0; d < D; d += W) {
-          V kv[TOKENS];
           pace.step();
-          for (int j = 0; j < TOKENS; ++j) kv[j] = half_dims<HALF>(p[j0 + j], d);
-          for (int r = 0; r < R; ++r) {
-            const V dims = held(load(&q[r][d]));
-            for (int j = 0; j < TOKENS; ++j) sums[r][j] = fma(dims, kv[j], sums[r][j]);
+          if constexpr (R <= TOKENS) {  // fewer registers hold the rows than the tokens
+            V dims[R];
+            for (int r = 0; r < R; ++r) dims[r] = held(load(&q[r][d]));
+            for (int j = 0; j < TOKENS; ++j) {
+              const V kv = half_dims<HALF>(p[j0 + j], d);
+              for (int r = 0; r < R; ++r) sums[r][j] = fma(dims[r], kv, sums[r][j]);
+            }
+          } else {
+            V kv[TOKENS];
+            for (int j = 0; j < TOKENS; ++j) kv[j] = half_dims<HALF>(p[j0 + j], d);
+            for (int r = 0; r < R; ++r) {
+              const V dims = held(load(&q[r][d]));
+              for (int j = 0; j < TOKENS; ++j) sums[r][j] = fma(dims, kv[j], sums[r][j]);
+            }
           }
         }
         for (int r = 0; r < R; ++r)
@@ -868,35 +899,51 @@ inline void softmax(Scratch& w, int first, int end, const Tile& tile) {
   }
 }
 
-// o[r] = o[r] * alpha[r] + weights[r] . V, for R rows. `v(i, d, to)` gives dims of token i from dim d on: UNIT vectors.
-// In place, rows of the tile ahead are prefetched beside.
+// o[r] = o[r] * alpha[r] + weights[r] . V for R rows and CHUNKS vectors of dims from chunk c0 on, which stay in registers.
+// `v(i, d, to)` gives dims of token i from dim d on: UNIT vectors. `step` is called before each.
+template <int R, int CHUNKS, class F, class G>
+inline __attribute__((always_inline)) void accumulate_chunks(Scratch& w, int row, const Tile& tile, int c0, F v, G step) {
+  constexpr int UNIT = 1;
+  const int steps = tile.count;
+  V acc[R][up(CHUNKS, UNIT)];
+  for (int r = 0; r < R; ++r)
+    for (int c = 0; c < up(CHUNKS, UNIT); ++c) acc[r][c] = c < CHUNKS ? mul(load(&w.o[row + r][(c0 + c) * W]), set1(w.alpha[row + r])) : zero();
+  for (int i = tile.hidden; i < steps; ++i) {
+    for (int c = 0; c < CHUNKS; c += UNIT) {
+      step();
+      V vv[UNIT];
+      v(i, (c0 + c) * W, vv);
+      for (int r = 0; r < R; ++r) {
+        const V weight = set1(w.s[row + r][i]);
+        for (int j = 0; j < UNIT; ++j) acc[r][c + j] = fma(weight, vv[j], acc[r][c + j]);
+      }
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int c = 0; c < CHUNKS; ++c) store(&w.o[row + r][(c0 + c) * W], acc[r][c]);
+}
+
+// How many of `all` chunks, in units, one pass takes with registers for `most`: a divisor if that is half of them or more, for a
+// last pass of few chunks has too few sums under way, else what makes the passes even.
+constexpr int chunks_of(int all, int most, int unit) {
+  for (int step = most; 2 * step >= most; step -= unit)
+    if (all % step == 0) return step;
+  const int passes = (all + most - 1) / most;
+  return up((all + passes - 1) / passes, unit);
+}
+
+// The same for all dims. In place, rows of the tile ahead are prefetched beside.
 template <int R, bool IN_PLACE, class F>
 inline void accumulate(Scratch& w, int row, const Tile& tile, F v) {
   constexpr int FREE = REGISTERS * 3 / 4;  // of the registers, for accumulators
-  constexpr int CHUNKS = DVP / W, UNIT = 1, BUDGET = std::clamp(FREE / R / UNIT * UNIT, UNIT, up(CHUNKS, UNIT));  // accumulators that stay in registers
-  constexpr int PASSES = (CHUNKS + BUDGET - 1) / BUDGET, STEP = up((CHUNKS + PASSES - 1) / PASSES, UNIT);
-  const int steps = tile.count;
+  constexpr int CHUNKS = DVP / W, UNIT = 1, BUDGET = std::clamp(FREE / R / UNIT * UNIT, UNIT, up(CHUNKS, UNIT));
+  constexpr int STEP = chunks_of(CHUNKS, BUDGET, UNIT), REST = CHUNKS % STEP;
   Pace<V_LINES, R * UNIT, GROUP * CHUNKS> pace{w.v_ahead};
-  for (int c0 = 0; c0 < CHUNKS; c0 += STEP) {
-    V acc[R][STEP];
-    for (int r = 0; r < R; ++r)
-      for (int c = 0; c < STEP; ++c)
-        acc[r][c] = c0 + c < CHUNKS ? mul(load(&w.o[row + r][(c0 + c) * W]), set1(w.alpha[row + r])) : zero();
-    for (int i = tile.hidden; i < steps; ++i) {
-      for (int c = 0; c < STEP && c0 + c < CHUNKS; c += UNIT) {
-        if (IN_PLACE) pace.step();
-        V vv[UNIT];
-        v(i, (c0 + c) * W, vv);
-        for (int r = 0; r < R; ++r) {
-          const V weight = set1(w.s[row + r][i]);
-          for (int j = 0; j < UNIT; ++j) acc[r][c + j] = fma(weight, vv[j], acc[r][c + j]);
-        }
-      }
-    }
-    for (int r = 0; r < R; ++r)
-      for (int c = 0; c < STEP; ++c)
-        if (c0 + c < CHUNKS) store(&w.o[row + r][(c0 + c) * W], acc[r][c]);
-  }
+  const auto step = [&] {
+    if (IN_PLACE) pace.step();
+  };
+  for (int c0 = 0; c0 + STEP <= CHUNKS; c0 += STEP) accumulate_chunks<R, STEP>(w, row, tile, c0, v, step);
+  if constexpr (REST > 0) accumulate_chunks<R, REST>(w, row, tile, CHUNKS - REST, v, step);
 }
 
 // Scores of the rows from `first` to `end` on a tile, in place or packed.
@@ -961,10 +1008,12 @@ void run(Scratch& w, const pg_attend_args& a, int64_t s, int64_t head, int heads
   for (int64_t t = from; t < range.to; t += TILE_KV) {
     Tile& ahead = tile_at(t + PREFETCH * TILE_KV);
     locate(a, table, head, t + PREFETCH * TILE_KV, range, ahead);
+    fetch_scales(a, ahead);
     Tile& tile = tile_at(t);
     for (int h = 0; h < heads; ++h) {
       const int first = h * rows, end = first + rows;
       if (h > 0) locate(a, table, head + h, t, range, tile);
+      read_scales(a, tile, 0);
       look_ahead(w, a, tile, ahead, h, heads);
       scores(w, first, end, packed, tile, a);
       for (int row = first; row < end; ++row) score_steps(w, a, (head + h) * GROUP + row % GROUP, row, tile);
@@ -1091,18 +1140,21 @@ PG_EXPORT int32_t pagegen_attend(const pg_attend_args* args) {
   const pg_attend_args& a = *args;
   const int32_t status = validate(a);
   if (status) return status;
-  int64_t part_rows = 0, sharing = 0, pieces = 0;
+  int64_t part_rows = 0, sharing = 0, work = 0, longest = 0;
   for (int64_t s = 0; s < a.num_seqs; ++s) {
     const Sequence seq = sequence(a, s);
     part_rows += part_rows_of(seq);
     sharing += seq.shared ? seq.tokens : 0;
-    pieces += pieces_of(seq);
+    if (seq.tokens == 0) continue;
+    work += seq.context - seq.from;
+    if (seq.tokens <= SPLIT_Q) longest = std::max(longest, std::min<int64_t>(SPLIT_KV, seq.context - seq.from));
   }
   Workspace ws(a, part_rows);
   if (a.workspace_bytes < uint64_t(ws.bytes)) return PG_E_WORKSPACE;
-  // A thread that reads all heads of a token reads memory in its order, which prefetchers follow; where there are few
-  // items, the threads share the heads instead.
-  if (pieces >= 4 * a.num_threads) ws.together = KV_HEADS;
+  // A thread that reads all heads of a token reads memory in its order, which prefetchers follow: a part with some heads only
+  // costs more than half of the time again. So heads are shared among threads that would wait for each other for longer.
+  const int64_t turn = longest * std::max(1, a.num_threads);  // tokens that all read while one reads the longest part
+  if (turn > 0 && 2 * ((work + turn - 1) / turn) * turn <= 3 * work) ws.together = KV_HEADS;
   ws.first_item[0] = parts_of(prefix_of(a)) * KV_HEADS * ((sharing + TILE_Q - 1) / TILE_Q);
   ws.first_part[0] = ws.first_sharing[0] = 0;
   for (int64_t s = 0; s < a.num_seqs; ++s) {

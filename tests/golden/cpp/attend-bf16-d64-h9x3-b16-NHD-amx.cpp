@@ -985,12 +985,11 @@ PG_EXPORT int32_t pagegen_attend(const pg_attend_args* args) {
   const pg_attend_args& a = *args;
   const int32_t status = validate(a);
   if (status) return status;
-  int64_t part_rows = 0, sharing = 0, pieces = 0;
+  int64_t part_rows = 0, sharing = 0;
   for (int64_t s = 0; s < a.num_seqs; ++s) {
     const Sequence seq = sequence(a, s);
     part_rows += part_rows_of(seq);
     sharing += seq.shared ? seq.tokens : 0;
-    pieces += pieces_of(seq);
   }
   const Workspace ws(a, part_rows);
   if (a.workspace_bytes < uint64_t(ws.bytes)) return PG_E_WORKSPACE;

@@ -893,35 +893,51 @@ inline void softmax(Scratch& w, int first, int end, const Tile& tile) {
   }
 }
 
-// o[r] = o[r] * alpha[r] + weights[r] . V, for R rows. `v(i, d, to)` gives dims of the tokens 2 i and 2 i + 1, side by side, from dim d on: UNIT vectors.
-// In place, rows of the tile ahead are prefetched beside.
+// o[r] = o[r] * alpha[r] + weights[r] . V for R rows and CHUNKS vectors of dims from chunk c0 on, which stay in registers.
+// `v(i, d, to)` gives dims of the tokens 2 i and 2 i + 1, side by side, from dim d on: UNIT vectors. `step` is called before each.
+template <int R, int CHUNKS, class F, class G>
+inline __attribute__((always_inline)) void accumulate_chunks(Scratch& w, int row, const Tile& tile, int c0, F v, G step) {
+  constexpr int UNIT = 4;
+  const int steps = (tile.count + 1) / 2;
+  V acc[R][up(CHUNKS, UNIT)];
+  for (int r = 0; r < R; ++r)
+    for (int c = 0; c < up(CHUNKS, UNIT); ++c) acc[r][c] = c < CHUNKS ? mul(load(&w.o[row + r][(c0 + c) * W]), set1(w.alpha[row + r])) : zero();
+  for (int i = 0; i < steps; ++i) {
+    for (int c = 0; c < CHUNKS; c += UNIT) {
+      step();
+      V vv[UNIT];
+      v(i, (c0 + c) * W, vv);
+      for (int r = 0; r < R; ++r) {
+        const V weight = set1_pair(&w.p[row + r][2 * i]);
+        for (int j = 0; j < UNIT; ++j) acc[r][c + j] = dot(weight, vv[j], acc[r][c + j]);
+      }
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int c = 0; c < CHUNKS; ++c) store(&w.o[row + r][(c0 + c) * W], acc[r][c]);
+}
+
+// How many of `all` chunks, in units, one pass takes with registers for `most`: a divisor if that is half of them or more, for a
+// last pass of few chunks has too few sums under way, else what makes the passes even.
+constexpr int chunks_of(int all, int most, int unit) {
+  for (int step = most; 2 * step >= most; step -= unit)
+    if (all % step == 0) return step;
+  const int passes = (all + most - 1) / most;
+  return up((all + passes - 1) / passes, unit);
+}
+
+// The same for all dims. In place, rows of the tile ahead are prefetched beside.
 template <int R, bool IN_PLACE, class F>
 inline void accumulate(Scratch& w, int row, const Tile& tile, F v) {
   constexpr int FREE = REGISTERS / 2;  // of the registers, for accumulators
-  constexpr int CHUNKS = DVP / W, UNIT = 4, BUDGET = std::clamp(FREE / R / UNIT * UNIT, UNIT, up(CHUNKS, UNIT));  // accumulators that stay in registers
-  constexpr int PASSES = (CHUNKS + BUDGET - 1) / BUDGET, STEP = up((CHUNKS + PASSES - 1) / PASSES, UNIT);
-  const int steps = (tile.count + 1) / 2;
+  constexpr int CHUNKS = DVP / W, UNIT = 4, BUDGET = std::clamp(FREE / R / UNIT * UNIT, UNIT, up(CHUNKS, UNIT));
+  constexpr int STEP = chunks_of(CHUNKS, BUDGET, UNIT), REST = CHUNKS % STEP;
   Pace<V_LINES, R * UNIT * 2, GROUP * CHUNKS> pace{w.v_ahead};
-  for (int c0 = 0; c0 < CHUNKS; c0 += STEP) {
-    V acc[R][STEP];
-    for (int r = 0; r < R; ++r)
-      for (int c = 0; c < STEP; ++c)
-        acc[r][c] = c0 + c < CHUNKS ? mul(load(&w.o[row + r][(c0 + c) * W]), set1(w.alpha[row + r])) : zero();
-    for (int i = 0; i < steps; ++i) {
-      for (int c = 0; c < STEP && c0 + c < CHUNKS; c += UNIT) {
-        if (IN_PLACE) pace.step();
-        V vv[UNIT];
-        v(i, (c0 + c) * W, vv);
-        for (int r = 0; r < R; ++r) {
-          const V weight = set1_pair(&w.p[row + r][2 * i]);
-          for (int j = 0; j < UNIT; ++j) acc[r][c + j] = dot(weight, vv[j], acc[r][c + j]);
-        }
-      }
-    }
-    for (int r = 0; r < R; ++r)
-      for (int c = 0; c < STEP; ++c)
-        if (c0 + c < CHUNKS) store(&w.o[row + r][(c0 + c) * W], acc[r][c]);
-  }
+  const auto step = [&] {
+    if (IN_PLACE) pace.step();
+  };
+  for (int c0 = 0; c0 + STEP <= CHUNKS; c0 += STEP) accumulate_chunks<R, STEP>(w, row, tile, c0, v, step);
+  if constexpr (REST > 0) accumulate_chunks<R, REST>(w, row, tile, CHUNKS - REST, v, step);
 }
 
 // Scores of the rows from `first` to `end` on a tile, in place or packed.
@@ -1104,18 +1120,21 @@ PG_EXPORT int32_t pagegen_attend(const pg_attend_args* args) {
   const pg_attend_args& a = *args;
   const int32_t status = validate(a);
   if (status) return status;
-  int64_t part_rows = 0, sharing = 0, pieces = 0;
+  int64_t part_rows = 0, sharing = 0, work = 0, longest = 0;
   for (int64_t s = 0; s < a.num_seqs; ++s) {
     const Sequence seq = sequence(a, s);
     part_rows += part_rows_of(seq);
     sharing += seq.shared ? seq.tokens : 0;
-    pieces += pieces_of(seq);
+    if (seq.tokens == 0) continue;
+    work += seq.context - seq.from;
+    if (seq.tokens <= SPLIT_Q) longest = std::max(longest, std::min<int64_t>(SPLIT_KV, seq.context - seq.from));
   }
   Workspace ws(a, part_rows);
   if (a.workspace_bytes < uint64_t(ws.bytes)) return PG_E_WORKSPACE;
-  // A thread that reads all heads of a token reads memory in its order, which prefetchers follow; where there are few
-  // items, the threads share the heads instead.
-  if (pieces >= 4 * a.num_threads) ws.together = KV_HEADS;
+  // A thread that reads all heads of a token reads memory in its order, which prefetchers follow: a part with some heads only
+  // costs more than half of the time again. So heads are shared among threads that would wait for each other for longer.
+  const int64_t turn = longest * std::max(1, a.num_threads);  // tokens that all read while one reads the longest part
+  if (turn > 0 && 2 * ((work + turn - 1) / turn) * turn <= 3 * work) ws.together = KV_HEADS;
   ws.first_item[0] = parts_of(prefix_of(a)) * KV_HEADS * ((sharing + TILE_Q - 1) / TILE_Q);
   ws.first_part[0] = ws.first_sharing[0] = 0;
   for (int64_t s = 0; s < a.num_seqs; ++s) {

@@ -1,5 +1,5 @@
 // attend cpu:scalar fp32-d40v24-h7x7-b3-HDN8_HDN-lse
-// tile_kv=64 tile_q=16 split_kv=1024 tile_few=32 row_block=1 row_block_packed=6 pack_rows=16 prefetch=1
+// tile_kv=64 tile_q=64 split_kv=1024 tile_few=32 row_block=1 row_block_packed=6 pack_rows=16 prefetch=1
 //
 // A row is one query token of one query head. A work item is a tile of rows of one sequence that share a KV head,
 // and a range of that sequence's tokens: in decode the range is cut into parts of SPLIT_KV tokens, always at the same
@@ -348,7 +348,7 @@ using C = float;  // cache
 constexpr int up(int n, int to) { return (n + to - 1) / to * to; }
 constexpr int KV_HEADS = 7, GROUP = 1;
 constexpr int D = 40, DV = 24, BLOCK = 3;
-constexpr int TILE_KV = 64, TILE_Q = 16, SPLIT_KV = 1024;
+constexpr int TILE_KV = 64, TILE_Q = 64, SPLIT_KV = 1024;
 constexpr int ROW_BLOCK = 1, ROW_BLOCK_PACKED = 6;
 constexpr int PACK_ROWS = 16, PREFETCH = 1, TILE_FEW = 32;
 constexpr bool CAUSAL = true;
@@ -652,33 +652,48 @@ inline void softmax(Scratch& w, int first, int end, const Tile& tile) {
   }
 }
 
-// o[r] = o[r] * alpha[r] + weights[r] . V, for R rows. `v(i, d, to)` gives dims of token i from dim d on: UNIT vectors.
-// In place, rows of the tile ahead are prefetched beside.
+// o[r] = o[r] * alpha[r] + weights[r] . V for R rows and CHUNKS vectors of dims from chunk c0 on, which stay in registers.
+// `v(i, d, to)` gives dims of token i from dim d on: UNIT vectors. `step` is called before each.
+template <int R, int CHUNKS, class F, class G>
+inline __attribute__((always_inline)) void accumulate_chunks(Scratch& w, int row, const Tile& tile, int c0, F v, G step) {
+  constexpr int UNIT = 1;
+  const int steps = tile.count;
+  V acc[R][up(CHUNKS, UNIT)];
+  for (int r = 0; r < R; ++r)
+    for (int c = 0; c < up(CHUNKS, UNIT); ++c) acc[r][c] = c < CHUNKS ? mul(load(&w.o[row + r][(c0 + c) * W]), set1(w.alpha[row + r])) : zero();
+  for (int i = 0; i < steps; ++i) {
+    for (int c = 0; c < CHUNKS; c += UNIT) {
+      step();
+      V vv[UNIT];
+      v(i, (c0 + c) * W, vv);
+      for (int r = 0; r < R; ++r) {
+        const V weight = set1(w.s[row + r][i]);
+        for (int j = 0; j < UNIT; ++j) acc[r][c + j] = fma(weight, vv[j], acc[r][c + j]);
+      }
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int c = 0; c < CHUNKS; ++c) store(&w.o[row + r][(c0 + c) * W], acc[r][c]);
+}
+
+// How many of `all` chunks, in units, one pass takes with registers for `most`: a divisor if that is half of them or more, for a
+// last pass of few chunks has too few sums under way, else what makes the passes even.
+constexpr int chunks_of(int all, int most, int unit) {
+  for (int step = most; 2 * step >= most; step -= unit)
+    if (all % step == 0) return step;
+  const int passes = (all + most - 1) / most;
+  return up((all + passes - 1) / passes, unit);
+}
+
+// The same for all dims. In place, rows of the tile ahead are prefetched beside.
 template <int R, bool IN_PLACE, class F>
 inline void accumulate(Scratch& w, int row, const Tile& tile, F v) {
   constexpr int FREE = REGISTERS * 3 / 4;  // of the registers, for accumulators
-  constexpr int CHUNKS = DVP / W, UNIT = 1, BUDGET = std::clamp(FREE / R / UNIT * UNIT, UNIT, up(CHUNKS, UNIT));  // accumulators that stay in registers
-  constexpr int PASSES = (CHUNKS + BUDGET - 1) / BUDGET, STEP = up((CHUNKS + PASSES - 1) / PASSES, UNIT);
-  const int steps = tile.count;
-  for (int c0 = 0; c0 < CHUNKS; c0 += STEP) {
-    V acc[R][STEP];
-    for (int r = 0; r < R; ++r)
-      for (int c = 0; c < STEP; ++c)
-        acc[r][c] = c0 + c < CHUNKS ? mul(load(&w.o[row + r][(c0 + c) * W]), set1(w.alpha[row + r])) : zero();
-    for (int i = 0; i < steps; ++i) {
-      for (int c = 0; c < STEP && c0 + c < CHUNKS; c += UNIT) {
-        V vv[UNIT];
-        v(i, (c0 + c) * W, vv);
-        for (int r = 0; r < R; ++r) {
-          const V weight = set1(w.s[row + r][i]);
-          for (int j = 0; j < UNIT; ++j) acc[r][c + j] = fma(weight, vv[j], acc[r][c + j]);
-        }
-      }
-    }
-    for (int r = 0; r < R; ++r)
-      for (int c = 0; c < STEP; ++c)
-        if (c0 + c < CHUNKS) store(&w.o[row + r][(c0 + c) * W], acc[r][c]);
-  }
+  constexpr int CHUNKS = DVP / W, UNIT = 1, BUDGET = std::clamp(FREE / R / UNIT * UNIT, UNIT, up(CHUNKS, UNIT));
+  constexpr int STEP = chunks_of(CHUNKS, BUDGET, UNIT), REST = CHUNKS % STEP;
+  const auto step = [] {};
+  for (int c0 = 0; c0 + STEP <= CHUNKS; c0 += STEP) accumulate_chunks<R, STEP>(w, row, tile, c0, v, step);
+  if constexpr (REST > 0) accumulate_chunks<R, REST>(w, row, tile, CHUNKS - REST, v, step);
 }
 
 // Scores of the rows from `first` to `end` on a tile, in place or packed.
@@ -847,18 +862,21 @@ PG_EXPORT int32_t pagegen_attend(const pg_attend_args* args) {
   const pg_attend_args& a = *args;
   const int32_t status = validate(a);
   if (status) return status;
-  int64_t part_rows = 0, sharing = 0, pieces = 0;
+  int64_t part_rows = 0, sharing = 0, work = 0, longest = 0;
   for (int64_t s = 0; s < a.num_seqs; ++s) {
     const Sequence seq = sequence(a, s);
     part_rows += part_rows_of(seq);
     sharing += seq.shared ? seq.tokens : 0;
-    pieces += pieces_of(seq);
+    if (seq.tokens == 0) continue;
+    work += seq.context - seq.from;
+    if (seq.tokens <= SPLIT_Q) longest = std::max(longest, std::min<int64_t>(SPLIT_KV, seq.context - seq.from));
   }
   Workspace ws(a, part_rows);
   if (a.workspace_bytes < uint64_t(ws.bytes)) return PG_E_WORKSPACE;
-  // A thread that reads all heads of a token reads memory in its order, which prefetchers follow; where there are few
-  // items, the threads share the heads instead.
-  if (pieces >= 4 * a.num_threads) ws.together = KV_HEADS;
+  // A thread that reads all heads of a token reads memory in its order, which prefetchers follow: a part with some heads only
+  // costs more than half of the time again. So heads are shared among threads that would wait for each other for longer.
+  const int64_t turn = longest * std::max(1, a.num_threads);  // tokens that all read while one reads the longest part
+  if (turn > 0 && 2 * ((work + turn - 1) / turn) * turn <= 3 * work) ws.together = KV_HEADS;
   ws.first_item[0] = parts_of(prefix_of(a)) * KV_HEADS * ((sharing + TILE_Q - 1) / TILE_Q);
   ws.first_part[0] = ws.first_sharing[0] = 0;
   for (int64_t s = 0; s < a.num_seqs; ++s) {

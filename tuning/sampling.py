@@ -50,6 +50,7 @@ class Coding:
 
     def __init__(self, space: ConfigSpace) -> None:
         self._knobs = space.knobs
+        self._ordinal = {knob.name: _in_order(knob) for knob in space.knobs if _is_ordinal(knob)}
         self.distributions: dict[str, BaseDistribution] = {knob.name: _distribution(knob) for knob in space.knobs}
         knobs = {knob.name: [repr(value) for value in _in_order(knob)] for knob in space.knobs}
         self.digest = digest({"knobs": knobs, "constraints": sorted(rule.reason for rule in space.constraints)})
@@ -57,11 +58,13 @@ class Coding:
     def encode(self, config: Config) -> dict[str, Any]:
         """The parameters of a config."""
         values = config.to_dict()
-        return {knob.name: _to_param(knob, values[knob.name]) for knob in self._knobs}
+        ordinal = self._ordinal
+        return {name: ordinal[name].index(value) if name in ordinal else value for name, value in values.items()}
 
     def decode(self, params: Mapping[str, Any]) -> Config:
         """The config of parameters."""
-        return Config(tuple((knob.name, _from_param(knob, params[knob.name])) for knob in self._knobs))
+        names, ordinal = (knob.name for knob in self._knobs), self._ordinal
+        return Config(tuple((name, ordinal[name][params[name]] if name in ordinal else params[name]) for name in names))
 
     def fits(self, params: Mapping[str, Any]) -> bool:
         """Whether every knob, and nothing else, has a parameter: not so while a trial is being chosen."""
@@ -83,12 +86,3 @@ def _distribution(knob: Knob) -> BaseDistribution:
 
 def _in_order(knob: Knob) -> list[Value]:
     return sorted(knob.values, key=lambda value: (str(type(value)), value))
-
-
-def _to_param(knob: Knob, value: Value) -> Value:
-    return _in_order(knob).index(value) if _is_ordinal(knob) else value
-
-
-def _from_param(knob: Knob, param: Any) -> Value:
-    value: Value = _in_order(knob)[param] if _is_ordinal(knob) else param
-    return value

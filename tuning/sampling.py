@@ -58,8 +58,8 @@ class Coding:
     def encode(self, config: Config) -> dict[str, Any]:
         """The parameters of a config."""
         values = config.to_dict()
-        ordinal = self._ordinal
-        return {name: ordinal[name].index(value) if name in ordinal else value for name, value in values.items()}
+        names, ordinal = (knob.name for knob in self._knobs), self._ordinal
+        return {name: ordinal[name].index(values[name]) if name in ordinal else values[name] for name in names}
 
     def decode(self, params: Mapping[str, Any]) -> Config:
         """The config of parameters."""

@@ -85,6 +85,7 @@ class BucketStudy:
         self.stopped = ""  # why it ended before its total
         self.num_evaluated = 0  # configs, by whichever process, as of the last look at the storage
         self._coding = Coding(space)
+        self._ended: dict[int, tuple[Config | None, Evaluation | None]] = {}  # by trial: what has ended changes no more
         whole = {**identity, "space": self._coding.digest}
         self.identity = whole
         self.name = f"{name}/{digest(whole)}"
@@ -343,16 +344,27 @@ class BucketStudy:
     def _known(self, trials: Sequence[FrozenTrial]) -> Iterator[tuple[Config, FrozenTrial]]:
         """Those whose config is known and allowed, with it."""
         for trial in trials:
-            params = trial.system_attrs.get("fixed_params", trial.params)
-            if self._coding.fits(params) and "refused" not in trial.user_attrs:
-                yield self._coding.decode(params), trial
+            if config := self._content(trial)[0]:
+                yield config, trial
+
+    def _content(self, trial: FrozenTrial) -> tuple[Config | None, Evaluation | None]:
+        """The config of a trial, if it is known and allowed, and what became of it."""
+        if trial.number in self._ended:
+            return self._ended[trial.number]
+        params, told = trial.system_attrs.get("fixed_params", trial.params), trial.user_attrs.get("evaluation")
+        is_known = self._coding.fits(params) and "refused" not in trial.user_attrs
+        content = (self._coding.decode(params) if is_known else None, Evaluation.from_dict(told) if told else None)
+        if trial.state.is_finished():
+            self._ended[trial.number] = content
+        return content
 
     def _book(self, trials: Sequence[FrozenTrial], before: float = 0) -> _Book:
         """What is evaluated, at work, and in the queue with a number below `before`."""
         book = _Book({}, set(), set())
         for config, trial in self._known(trials):
-            if "evaluation" in trial.user_attrs:
-                book.evaluated.setdefault(config, (trial.number, Evaluation.from_dict(trial.user_attrs["evaluation"])))
+            evaluation = self._content(trial)[1]
+            if evaluation:
+                book.evaluated.setdefault(config, (trial.number, evaluation))
             elif trial.state is TrialState.RUNNING and LEASE in trial.user_attrs:
                 book.running.add(config)
             elif trial.state is TrialState.WAITING and trial.number < before:

@@ -783,20 +783,20 @@ inline void score(Scratch& w, int row, const Tile& tile, const pg_attend_args&) 
 #pragma GCC unroll 16
         for (int d = 0; d < D; d += W) {
           pace.step();
-          if constexpr (R <= TOKENS) {  // fewer registers hold the rows than the tokens
+          if constexpr (R <= TOKENS) {  // what is widened waits in registers: fewer of them for the rows than for the tokens
             V dims[R];
             for (int r = 0; r < R; ++r) dims[r] = held(load(&q[r][d]));
             for (int j = 0; j < TOKENS; ++j) {
               const V kv = half_dims<HALF>(p[j0 + j], d);
               for (int r = 0; r < R; ++r) sums[r][j] = fma(dims[r], kv, sums[r][j]);
             }
-          } else {
-            V kv[TOKENS];
-            for (int j = 0; j < TOKENS; ++j) kv[j] = half_dims<HALF>(p[j0 + j], d);
-            for (int r = 0; r < R; ++r) {
-              const V dims = held(load(&q[r][d]));
-              for (int j = 0; j < TOKENS; ++j) sums[r][j] = fma(dims, kv[j], sums[r][j]);
-            }
+            continue;
+          }
+          V kv[TOKENS];
+          for (int j = 0; j < TOKENS; ++j) kv[j] = half_dims<HALF>(p[j0 + j], d);
+          for (int r = 0; r < R; ++r) {
+            const V dims = held(load(&q[r][d]));
+            for (int j = 0; j < TOKENS; ++j) sums[r][j] = fma(dims, kv[j], sums[r][j]);
           }
         }
         for (int r = 0; r < R; ++r)

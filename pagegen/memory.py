@@ -18,12 +18,13 @@ def free_bytes(
     meminfo: Path = Path("/proc/meminfo"),
     own: Path = Path("/proc/self/cgroup"),
     root: Path = Path("/sys/fs/cgroup"),
+    counted: str = "MemAvailable",
 ) -> int | None:
     """What the machine has available, or the tightest limit of this process's control groups if that is less.
 
     None where neither can be read. A limit is taken whole: what a group uses is largely page cache, which it gives back.
     """
-    available = re.search(r"^MemAvailable:\s+(\d+) kB$", _read(meminfo), re.MULTILINE)
+    available = re.search(rf"^{counted}:\s+(\d+) kB$", _read(meminfo), re.MULTILINE)
     found = [int(available[1]) * 1024] if available else []
     for line in _read(own).splitlines():
         _, controllers, path = line.split(":", 2)
@@ -36,6 +37,11 @@ def free_bytes(
             if group == base:
                 break
     return min(found, default=None)
+
+
+def total_bytes() -> int | None:
+    """What this process could have if nobody else took any: the same whenever it is asked. None where that cannot be read."""
+    return free_bytes(counted="MemTotal")
 
 
 def zeros_in_huge_pages(num_bytes: int) -> memoryview:

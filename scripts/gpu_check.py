@@ -276,7 +276,7 @@ def tuning(run: Run, slug: str) -> Iterator[dict[str, Any]]:
     from pagegen.tuning.workloads import select_phases
 
     (spec, phase), folder = parse_slug(slug), run.out / "tuning" / slug
-    selection = select_phases(None, spec, phase)
+    selection = select_phases(None, spec, phase, run.target)
     options = {"trials": 2, "workers": 1} if run.dry else {"trials": CANDIDATES, "workers": CORES}
     judged = tune_static(spec, run.target, selection, folder / "static", budget=run.left / 3, **options)
     (found,) = judged["phases"].values()

@@ -46,7 +46,7 @@ def judged(slug: str, target: str, configs: int, workers: int) -> dict[str, Any]
     """The record of one row."""
     spec, phase = parse_slug(slug)
     with tempfile.TemporaryDirectory() as folder:
-        selection = select_phases(None, spec, phase)
+        selection = select_phases(None, spec, phase, parse_target(target))
         return tune_static(spec, parse_target(target), selection, Path(folder), trials=configs, workers=workers, watch=show)
 
 

@@ -80,6 +80,7 @@ def cotune(
     *,
     target: str = "auto",
     phase: Phase | None = None,
+    max_context: int | None = None,
     block_sizes: Sequence[int] | None = None,
     layouts: Sequence[str] = LAYOUTS,
     budget: float | None = None,
@@ -107,9 +108,10 @@ def cotune(
         if say:
             say(f"pair {number + 1} of {len(pairs)}: {name}")
         tuned[name] = tune(
-            each, target=where.name, phase=phase, workload=workload, budget=left, out=out, say=say, install=False, **options
-        )
-    selection = select_phases(workload, next(iter(pairs.values())), phase)
+            each, target=where.name, phase=phase, workload=workload, max_context=max_context, budget=left, out=out, say=say,
+            install=False, **options,
+        )  # fmt: skip
+    selection = select_phases(workload, next(iter(pairs.values())), phase, where, max_context=max_context, pools=len(pairs))
     points = [point for each in selection.workloads.values() for point in each.points]
     measured, copies = compare({name: load_package(tuned[name].package) for name in pairs}, where, selection)
     steps = {name: step_rounds(name, points, measured, copies) for name in pairs}

@@ -17,7 +17,7 @@ from pagegen.records import BatchShape, DispatchRow, DispatchTable, Evaluation, 
 from pagegen.space import Config
 from pagegen.spec import Phase
 from pagegen.tuning.contest import Conditions, Row, noise, overall, rows_of, typical
-from pagegen.tuning.dispatch import MAX_REGRET, Fit, cell_of, encode, fit, portfolio, regret
+from pagegen.tuning.dispatch import MAX_REGRET, Fit, encode, fit, portfolio, regret
 from pagegen.tuning.measure import Interval, Measurement
 from pagegen.tuning.record import Record
 from pagegen.tuning.workload import Point
@@ -119,9 +119,9 @@ def settle(phase: Phase, proposed: Fit, contest: Measured, *, uniform: bool) -> 
     # a contender that the contest did not meet (a record of other rules, decided again) is not confirmed
     assigned = {point: name if name in contest[point].seconds else DEFAULT for point, name in proposed.assigned.items()}
     views = {point: view(measurement, assigned[point]) for point, measurement in contest.items()}
-    slower = {cell_of(point) for point, found in views.items() if found.ratio(DEFAULT).high < 1 / (1 + MAX_REGRET)}
+    slower = {point.shape for point, found in views.items() if found.ratio(DEFAULT).high < 1 / (1 + MAX_REGRET)}
     if not uniform:
-        assigned |= {point: DEFAULT for point in assigned if cell_of(point) in slower}
+        assigned |= {point: DEFAULT for point in assigned if point.shape in slower}
     while True:
         buckets = points_of_rows(phase, encode(phase, assigned), assigned)
         lost = [
@@ -148,7 +148,8 @@ def decide(record: Record) -> Decision:
         assigned = settle(phase, propose(phase, workload.points, finals, uniform=uniform), contest, uniform=uniform)
         views = {point: view(contest[point], assigned[point]) for point in workload.points}
         found = rows_of(record.spec, phase, views, record.roofline)
-        buckets = points_of_rows(phase, encode(phase, assigned), assigned)
+        span = record.facts["workload"].get("spans", {}).get(phase.value)  # older records have none
+        buckets = points_of_rows(phase, encode(phase, assigned, span), assigned)
         for row, points in buckets.items():
             config = configs[row.kernel]
             bucket = dataclasses.replace(row, kernel=kernels.setdefault(config, f"attend_{len(kernels)}"))
@@ -187,7 +188,7 @@ def points_of_rows(
 ) -> dict[DispatchRow, tuple[Point, ...]]:
     """The measured batches that each row serves."""
     table = DispatchTable(tuple(rows), fallback="")
-    served = {point: table.find(BatchShape(phase, *cell_of(point))) for point in points}
+    served = {point: table.find(BatchShape(phase, *point.shape)) for point in points}
     return {row: tuple(point for point, its in served.items() if its == row) for row in rows}
 
 

@@ -3,7 +3,8 @@
 A batch is dispatched by three numbers (`records.BatchShape`): sequences, longest context, longest query. Measured batches
 with the same numbers are one **cell**: no table can tell them apart. A row of the table is a box over cells, rows are tried
 in order, and the last row of a phase holds everything in the measured range. Bounds between measured numbers lie in their
-geometric middle; the range ends a factor of `REACH` beyond the outermost.
+geometric middle; the range ends a factor of `REACH` beyond the outermost, or further where the workload has batches there
+that others stand for.
 
 The search is exact. Let f(r, S) be the least time of the cells outside S with r rows, where S is what earlier rows hold:
 
@@ -18,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -34,7 +35,8 @@ MAX_CELLS = 14
 REACH = 2
 ROUNDING = 1e-9  # of sums of times that were added up in different orders
 
-Cell = tuple[int, int, int]  # sequences, longest context, longest query
+Cell = tuple[int, int, int]  # `Point.shape`
+Span = tuple[Cell, Cell]  # the least and the greatest of each of its numbers
 Times = npt.NDArray[np.float64]  # [cells, configs]: weighted seconds
 
 
@@ -45,11 +47,6 @@ class Fit:
     rows: tuple[DispatchRow, ...]
     regret: float
     assigned: Mapping[Point, str]  # what each measured batch is served by
-
-
-def cell_of(point: Point) -> Cell:
-    """What a batch is dispatched by."""
-    return len(point.query_lens), max(point.context_lens), max(point.query_lens)
 
 
 def fit(
@@ -69,15 +66,24 @@ def fit(
     names = list(next(iter(seconds.values())))
     times = _by_cell({point: [point.weight * taken[name] for name in names] for point, taken in seconds.items()})
     rows, assigned = _table(phase, times, names, best * (1 + max_regret), max_rows)
-    chosen = {point: assigned[cell_of(point)] for point in seconds}
+    chosen = {point: assigned[point.shape] for point in seconds}
     return Fit(rows, regret(seconds, chosen), chosen)
 
 
-def encode(phase: Phase, assigned: Mapping[Point, str]) -> tuple[DispatchRow, ...]:
-    """The fewest rows that serve every point with its config. Points of one cell must have the same one."""
+def span_of(points: Iterable[Point]) -> Span:
+    """Between which shapes batches lie."""
+    axes = list(zip(*(point.shape for point in points), strict=True))
+    least, greatest = ([choose(axis) for axis in axes] for choose in (min, max))
+    return (least[0], least[1], least[2]), (greatest[0], greatest[1], greatest[2])
+
+
+def encode(phase: Phase, assigned: Mapping[Point, str], span: Span | None = None) -> tuple[DispatchRow, ...]:
+    """The fewest rows that serve every point with its config, and whatever lies within `span` with the nearest one's. Points of
+    one cell must have the same one.
+    """
     names = list(dict.fromkeys(assigned.values()))
     wrong = _by_cell({point: [float(name != own) for name in names] for point, own in assigned.items()})
-    return _table(phase, wrong, names, 0.0, len(wrong))[0]
+    return _table(phase, wrong, names, 0.0, len(wrong), span)[0]
 
 
 def regret(seconds: Mapping[Point, Mapping[str, float]], assigned: Mapping[Point, str]) -> float:
@@ -124,17 +130,17 @@ def _beside_default(found: Evaluation, points: Sequence[Point]) -> Times:
 def _by_cell(costs: Mapping[Point, Sequence[float]]) -> dict[Cell, Times]:
     """Costs of every config, points of one cell added up, in the order of the cells."""
     summed: dict[Cell, Times] = {}
-    for point, row in sorted(costs.items(), key=lambda item: cell_of(item[0])):
-        summed[cell_of(point)] = summed.get(cell_of(point), np.zeros(len(row))) + np.array(row)
+    for point, row in sorted(costs.items(), key=lambda item: item[0].shape):
+        summed[point.shape] = summed.get(point.shape, np.zeros(len(row))) + np.array(row)
     return summed
 
 
 def _table(
-    phase: Phase, times: Mapping[Cell, Times], names: Sequence[str], limit: float, max_rows: int
+    phase: Phase, times: Mapping[Cell, Times], names: Sequence[str], limit: float, max_rows: int, span: Span | None = None
 ) -> tuple[tuple[DispatchRow, ...], dict[Cell, str]]:
     cells = list(times)
     table = _smallest(np.stack(list(times.values())), _boxes(cells), limit * (1 + ROUNDING), max_rows)
-    rows = tuple(_row(phase, cells, box, names[config]) for box, config in table)
+    rows = tuple(_row(phase, cells, box, names[config], span) for box, config in table)
     served = {cell: next(config for box, config in table if box >> place & 1) for place, cell in enumerate(cells)}
     return rows, {cell: names[config] for cell, config in served.items()}
 
@@ -187,20 +193,22 @@ def _boxes(cells: Sequence[Cell]) -> list[int]:
     return sorted(found, key=lambda box: (-box.bit_count(), box))
 
 
-def _row(phase: Phase, cells: Sequence[Cell], box: int, kernel: str) -> DispatchRow:
+def _row(phase: Phase, cells: Sequence[Cell], box: int, kernel: str, span: Span | None) -> DispatchRow:
     members = [cell for place, cell in enumerate(cells) if box >> place & 1]
     bounds: list[int | None] = []
     for axis in range(3):
         values, inside = sorted({cell[axis] for cell in cells}), [cell[axis] for cell in members]
-        bounds += _bounds(values, min(inside), max(inside))
+        ends = (span[0][axis], span[1][axis]) if span else (values[0], values[-1])
+        bounds += _bounds(values, min(inside), max(inside), *ends)
     if phase is Phase.DECODE:
         bounds[4:] = None, None  # its queries are one token by definition
     return DispatchRow(phase, kernel, *bounds)
 
 
-def _bounds(values: Sequence[int], low: int, high: int) -> tuple[int | None, int | None]:
-    """Inclusive bounds of the range from `low` to `high`, two of the sorted measured `values`; None: nothing is smaller."""
+def _bounds(values: Sequence[int], low: int, high: int, least: int, greatest: int) -> tuple[int | None, int | None]:
+    """Inclusive bounds of the range from `low` to `high`, two of the sorted measured `values`, the outermost of which reach to
+    `least` and `greatest` at least; None: nothing is smaller."""
     before, after = values.index(low) - 1, values.index(high) + 1
-    lowest = math.isqrt(values[before] * low) + 1 if before >= 0 else low // REACH
-    highest = math.isqrt(high * values[after]) if after < len(values) else high * REACH
+    lowest = math.isqrt(values[before] * low) + 1 if before >= 0 else min(low // REACH, least)
+    highest = math.isqrt(high * values[after]) if after < len(values) else max(high * REACH, greatest)
     return (lowest if lowest > 1 else None), highest

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Self, cast
 
 import torch
-import yaml
 
 import pagegen
 from pagegen.build import build
@@ -36,7 +35,7 @@ from pagegen.render import render
 from pagegen.space import Config
 from pagegen.spec import KernelSpec, Op, Phase
 from pagegen.target import Target, detect, parse_target
-from pagegen.tuning.baselines import SdpaBaselines
+from pagegen.tuning.baselines import FORMS, SdpaBaselines
 from pagegen.tuning.contest import Conditions
 from pagegen.tuning.inherit import source_hash
 from pagegen.tuning.machine import exclusive, working
@@ -45,21 +44,13 @@ from pagegen.tuning.pruning import Judge
 from pagegen.tuning.roofline import Roofline
 from pagegen.tuning.workload import Inputs, Point, Pool, Workload, cold_bytes_on
 
-PRESETS = Path(__file__).parent / "presets"
-MAX_KV_BYTES = 64 << 20  # of one call: larger batches of a preset are left out
 POINT_SECONDS = 0.08  # of interleaved rounds a point, candidate and anchor together
 STARTUP_TIMEOUT = 120.0  # seconds until the timing process has torch and a filled cache
-POINT_TIMEOUT = 30.0  # seconds beyond those asked for, a point
+POINT_TIMEOUT = 15.0  # seconds beyond those asked for, a contender at a point
 GATE_TIMEOUT = 300.0  # seconds of the gate on a device, which compiles a kernel for each kind of batch
 CANDIDATE, DEFAULT = "candidate", "default"
 # Threads stay on their cores, and torch's own tensors lie in 2 MiB pages like the KV; what the user has set stands.
 PINNED = {"OMP_PROC_BIND": "close", "OMP_PLACES": "cores", "THP_MEM_ALLOC_ENABLE": "1"}
-
-
-def preset(phase: Phase, spec: KernelSpec) -> Workload:
-    """The batches that a phase is tuned for, those whose KV is too large for a spec left out."""
-    values = yaml.safe_load((PRESETS / f"{phase.value}.yaml").read_text())
-    return Workload.from_dict(values).within(spec, MAX_KV_BYTES)
 
 
 # --- the timing process ----------------------------------------------------------------------------------------------
@@ -130,7 +121,8 @@ class Timer:
 
         Raises TimerDied if a candidate took the process with it; PagegenError for what it refuses.
         """
-        answer = self._ask(_Request(configs, anchor, point, seconds, with_sdpa, warm), seconds + POINT_TIMEOUT)
+        contenders = len(configs) + len(FORMS) * with_sdpa
+        answer = self._ask(_Request(configs, anchor, point, seconds, with_sdpa, warm), seconds + contenders * POINT_TIMEOUT)
         assert isinstance(answer, Measurement)
         return answer
 

@@ -63,6 +63,7 @@ def tune(
     target: str = "auto",
     phase: Phase | None = None,
     workload: Path | str | None = None,
+    max_context: int | None = None,
     trials: int = TRIALS,
     budget: float | None = None,
     sampler: str = "tpe",
@@ -82,7 +83,8 @@ def tune(
     """Tunes `attend` for a spec (or slug) on this machine and, if told to `install` it, puts the package where `generate`,
     `chat` and `serve` find it. A layout of `auto` is for `cotune`.
 
-    `workload` names a preset, or a file of batches; the phases that it has are tuned, or `phase` alone. A deterministic
+    `workload` names a preset, or a file of batches; the phases that it has are tuned, or `phase` alone, with contexts
+    of at most `max_context` tokens, which is what the model takes. A deterministic
     spec has one config for all batches: that of `phase`, or of mixed ones where the workload has any. `trials` counts
     configs evaluated over all of them and over all runs of the study: an interrupted run is continued. No trial begins
     after `budget` seconds; see `StopRule` for `roofline_share` and `patience`. With `warm_start`, winners among the records
@@ -102,7 +104,8 @@ def tune(
     require_sampler(sampler)
     rule = StopRule(roofline_share, patience)
     where = parse_target(target)
-    selection = select_phases(None if workload is None else str(workload), spec, phase)
+    word = None if workload is None else str(workload)
+    selection = select_phases(word, spec, phase, where, max_context=max_context)
     require_present(where)
     listed = None if shortlist is None else Shortlist.read(Path(shortlist))
     first = {} if listed is None else listed.configs_for(spec, where)

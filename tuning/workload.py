@@ -10,6 +10,7 @@ import functools
 import hashlib
 import itertools
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -65,6 +66,15 @@ class Point:
         """Runs of equal sequences, joined by `+`."""
         runs = itertools.groupby(zip(self.query_lens, self.context_lens, strict=False))
         return "+".join(f"{len(list(run))}x{query}@{context}" for (query, context), run in runs)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Sequences, longest context, longest query: what it is dispatched by."""
+        return len(self.query_lens), max(self.context_lens), max(self.query_lens)
+
+    def distance(self, other: Point) -> float:
+        """How unlike two batches are: the factors between their shapes, logarithms added up."""
+        return sum(abs(math.log(mine / its)) for mine, its in zip(self.shape, other.shape, strict=True))
 
     def kv_bytes(self, spec: KernelSpec) -> int:
         """Bytes of K, V and their scales that the batch must read once: of every key that one of its rows sees."""
@@ -142,11 +152,14 @@ class Workload:
         """Short hash of the content: scores of two workloads do not compare."""
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:12]
 
-    def within(self, spec: KernelSpec, kv_bytes: int) -> Workload:
-        """The points that read at most `kv_bytes`; the smallest one stays whatever it reads."""
-        smallest = min(self.points, key=lambda point: point.kv_bytes(spec))
-        kept = tuple(point for point in self.points if point.kv_bytes(spec) <= kv_bytes)
-        return dataclasses.replace(self, points=kept or (smallest,))
+    def within(self, spec: KernelSpec, fits: Callable[[Point], bool]) -> Workload:
+        """The points that fit, each with the weight of those left out that it is nearest to; the smallest stays whatever it is."""
+        kept = [point for point in self.points if fits(point)] or [min(self.points, key=lambda point: point.kv_bytes(spec))]
+        weights = {point: point.weight for point in kept}
+        for point in self.points:
+            if point not in weights:
+                weights[min(kept, key=point.distance)] += point.weight
+        return dataclasses.replace(self, points=tuple(dataclasses.replace(p, weight=w) for p, w in weights.items()))
 
 
 def cold_bytes(caches: Mapping[str, int], free: int | None = None) -> int:

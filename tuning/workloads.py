@@ -10,22 +10,30 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from pagegen.errors import ConfigError, SpecError
-from pagegen.memory import free_bytes
+from pagegen.memory import free_bytes, total_bytes
 from pagegen.records import phase_of
 from pagegen.spec import KernelSpec, Phase
+from pagegen.target import Target, detect, is_present
 from pagegen.transfer import block_bytes
-from pagegen.tuning.evaluate import MAX_KV_BYTES, PRESETS, preset
+from pagegen.tuning.dispatch import Span, span_of
+from pagegen.tuning.static_cpu import CLOCK, READ
+from pagegen.tuning.static_gpu import DEVICES
 from pagegen.tuning.workload import WORKLOAD_FORMAT, Point, Workload, blocks_of
 
+PRESETS = Path(__file__).parent / "presets"
 MAX_POINTS = 12  # of a phase; what has more is sampled
+CALL_SECONDS = 1.0  # of one call, by nominal rates: in a trial a batch takes fourteen, in the contest seven a contender
+MEMORY_SHARE = 16  # a batch takes at most one in so many parts of the memory: torch SDPA copies int4 KV as numbers, twice
+ABSENT_GPU = 24 << 30  # bytes of memory, of a GPU that is not here
 FIELDS = ("format", "phase", "points", "warm")
 
 
@@ -36,6 +44,10 @@ class Selection:
     name: str
     workloads: Mapping[Phase, Workload]
     num_points: int
+    spans: Mapping[Phase, Span] = dataclasses.field(default_factory=dict)  # between which shapes all its batches lie
+    moved: Mapping[Phase, float] = dataclasses.field(default_factory=dict)  # share of the weight that is too large to be timed
+    max_context: int | None = None  # tokens that the model takes
+    cut: int = 0  # batches with a longer context, which were cut to it
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -44,7 +56,11 @@ class Selection:
             "name": self.name,
             "points": self.num_points,
             "timed": timed,
+            "max_context": self.max_context,
+            "cut": self.cut,
             "digests": {phase.value: workload.digest for phase, workload in self.workloads.items()},
+            "spans": {phase.value: span for phase, span in self.spans.items() if phase in self.workloads},
+            "moved": {phase.value: share for phase, share in self.moved.items() if phase in self.workloads},
         }
 
     def only(self, phase: Phase) -> Selection:
@@ -67,49 +83,117 @@ def preset_names() -> list[str]:
     return sorted(path.stem for path in PRESETS.glob("*.yaml"))
 
 
-def select(word: str | None, spec: KernelSpec) -> Selection:
-    """The workload of that name or file, bounded for a spec; None is what every phase is tuned for unless told otherwise.
+def select(
+    word: str | None, spec: KernelSpec, target: Target, *, max_context: int | None = None, pools: int = 1
+) -> Selection:
+    """The workload of that name or file, bounded for a spec and target; None is what every phase is tuned for unless told
+    otherwise.
 
-    Batches with too much KV for the spec are left out; of a phase with more than MAX_POINTS, so many stand for the others.
-    Raises ConfigError.
+    Contexts beyond `max_context`, the tokens that a model takes, are cut to it. For batches that take too long, or too much memory where there are so many `pools` at once, the nearest of their phase
+    stand; of a phase with more than MAX_POINTS, so many stand for the others. Raises ConfigError.
     """
-    if word is None:
-        whole = {phase: preset(phase, spec) for phase in Phase}
-        return Selection("default", whole, sum(len(workload.points) for workload in whole.values()))
-    known = preset_names()
-    if word in known:
-        path = PRESETS / f"{word}.yaml"
+    known, found = preset_names(), dict[Phase, Workload]()
+    if word is None or word in known:
+        for path in [PRESETS / f"{name}.yaml" for name in ([word] if word else Phase)]:
+            found |= read_workloads(path)
     elif Path(word).is_file():
-        path = Path(word)
+        found = read_workloads(Path(word))
     else:
         raise ConfigError(f"workload {word!r} is no file, nor known; allowed: {', '.join(known)}, or a file")
-    found = read_workloads(path)
-    bounded = {phase: sampled(workload.within(spec, MAX_KV_BYTES), spec) for phase, workload in found.items()}
-    _check_memory(path, [point for workload in bounded.values() for point in workload.points], spec)
-    return Selection(name_of(word), bounded, sum(len(workload.points) for workload in found.values()))
+    num_points = sum(len(workload.points) for workload in found.values())
+    longer = sum(max(point.context_lens) > (max_context or math.inf) for each in found.values() for point in each.points)
+    if longer:
+        found = {phase: cut(workload, max_context or 0) for phase, workload in found.items()}
+    fits = limit(spec, target, max(MEMORY_SHARE, 2 * pools))
+    kept = {phase: workload.within(spec, fits) for phase, workload in found.items()}
+    bounded = {phase: sampled(workload, spec) for phase, workload in kept.items()}
+    _check_memory(word or "default", [point for workload in bounded.values() for point in workload.points], spec, target)
+    return Selection(
+        name_of(word),
+        bounded,
+        num_points,
+        {phase: span_of(workload.points) for phase, workload in found.items()},
+        {phase: _left_out(workload, kept[phase]) for phase, workload in found.items()},
+        max_context,
+        longer,
+    )
 
 
-def select_phases(word: str | None, spec: KernelSpec, phase: Phase | None) -> Selection:
+def cut(workload: Workload, max_context: int) -> Workload:
+    """With no context, and so no query, longer than that: the last tokens of each. Batches that become equal are one."""
+    weights = dict[str, float]()
+    for point in workload.points:
+        queries, contexts = (tuple(min(each, max_context) for each in lens) for lens in (point.query_lens, point.context_lens))
+        name = Point(queries, contexts).name
+        weights[name] = weights.get(name, 0.0) + point.weight
+    return dataclasses.replace(workload, points=tuple(Point.parse(name, weight) for name, weight in weights.items()))
+
+
+def limit(spec: KernelSpec, target: Target, share: int) -> Callable[[Point], bool]:
+    """Whether a batch can be timed. By what the machine has, not by what is free or was measured: the same command is to find
+    the same batches, or its study would be another one.
+    """
+    if target.kind == "cpu":
+        threads = detect().threads
+        memory, read, compute = total_bytes(), threads * CLOCK * READ, threads * CLOCK * 2 * target.lanes
+    else:
+        memory, read, compute = _device_memory(target), DEVICES[target.arch].bandwidth, DEVICES[target.arch].fp32
+
+    def fits(point: Point) -> bool:
+        held = _held(spec, point)
+        if memory is not None and held * share > memory:
+            return False
+        return max((point.kv_bytes(spec) + point.io_bytes(spec)) / read, point.flops(spec) / compute) <= CALL_SECONDS
+
+    return fits
+
+
+def _device_memory(target: Target) -> int:
+    import torch
+
+    return torch.cuda.get_device_properties(0).total_memory if is_present(target) else ABSENT_GPU
+
+
+def _held(spec: KernelSpec, point: Point) -> int:
+    """Bytes of a batch's blocks, q and out. A window bounds what is read, not what is held."""
+    return blocks_of(spec, point) * block_bytes(spec) + point.io_bytes(spec)
+
+
+def _left_out(workload: Workload, kept: Workload) -> float:
+    """Share of the weight whose batches were not kept."""
+    names = {point.name for point in kept.points}
+    return sum(p.weight for p in workload.points if p.name not in names) / sum(p.weight for p in workload.points)
+
+
+def select_phases(
+    word: str | None,
+    spec: KernelSpec,
+    phase: Phase | None,
+    target: Target,
+    *,
+    max_context: int | None = None,
+    pools: int = 1,
+) -> Selection:
     """`select`, and of it what is tuned: `phase` alone, or all; of a deterministic spec, which has one config, one phase.
 
     Raises ConfigError, or SpecError for a layout of `auto`.
     """
     if spec.layout is None:
         raise SpecError("layout is `auto`, which only `pagegen tune SPEC --workload W` chooses; set --layout NHD, or another by its name")
-    selection = select(word, spec)
+    selection = select(word, spec, target, max_context=max_context, pools=pools)
     if spec.deterministic:
         phase = phase or max(selection.workloads, key=list(Phase).index)
     return selection.only(phase) if phase else selection
 
 
-def _check_memory(path: Path, points: Iterable[Point], spec: KernelSpec) -> None:
+def _check_memory(name: str, points: Iterable[Point], spec: KernelSpec, target: Target) -> None:
     """Raises ConfigError for a batch that cannot be held: the smallest of a phase is timed whatever its size."""
-    free = free_bytes()
+    free = free_bytes() if target.kind == "cpu" else _device_memory(target)
     for point in points:
-        size = blocks_of(spec, point) * block_bytes(spec) + point.io_bytes(spec)
+        size = _held(spec, point)
         if free is not None and size > free:
             raise ConfigError(
-                f"workload {path}: point {point.name!r} takes {size / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free; "
+                f"workload {name}: point {point.name!r} takes {size / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free; "
                 "write a smaller batch"
             )
 

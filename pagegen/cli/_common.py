@@ -143,6 +143,13 @@ def _model_spec(model: str) -> KernelSpec:
     return resolve_model(model).config.kernel_spec(DType.BF16)
 
 
+def max_context(model: str | None) -> int | None:
+    """Tokens that a model takes; None without one. Raises ModelError."""
+    from pagegen.runtime.weights.resolve import resolve_model
+
+    return None if model is None else resolve_model(model).config.max_position_embeddings
+
+
 def is_folder(word: str) -> bool:
     """Whether a word names a folder; False too for what no folder can be named, such as 5000 characters."""
     try:
@@ -275,6 +282,15 @@ def _fit(columns: Sequence[tuple[str, Sequence[str]]], room: int) -> list[int]:
 def note(message: str) -> None:
     """A line for people, on stderr."""
     typer.echo(message, err=True)
+
+
+def note_workload(workload: Mapping[str, Any]) -> None:
+    """What of a workload was timed, and what stands for the rest."""
+    note(f"workload: {workload['name']}, {workload['timed']} of its {workload['points']} batches")
+    if workload["cut"]:
+        note(f"the model takes {workload['max_context']} tokens: longer contexts of {workload['cut']} batches were cut to that")
+    if large := [f"{share:.0%} of {phase}" for phase, share in workload["moved"].items() if share]:
+        note(f"too large to be timed here: {', '.join(large)} by weight; for these batches the nearest stand")
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pagegen.cli._common import note, print_table
+from pagegen.cli._common import note, note_workload, print_table
 from pagegen.errors import ConfigError
 from pagegen.spec import KernelSpec
 
@@ -46,5 +46,6 @@ def show_cotune(document: dict[str, Any], report: Path) -> None:
     )
     for name, why in document["refused"].items():
         note(f"{name} is not served: {why}")
+    note_workload(document["workload"])
     note(f"chosen: {document['chosen']}, by the rule: {document['rule']}")
     note(f"package: {document['package']} (installed: generate, chat and serve find it)\nreport:  {report}")

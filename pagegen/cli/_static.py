@@ -7,14 +7,20 @@ from typing import Any
 
 import typer
 
-from pagegen.cli._common import note, print_table, progress
+from pagegen.cli._common import note, note_workload, print_table, progress
 from pagegen.spec import KernelSpec, Phase
 
 SHOWN = 10  # configs of a phase; the file has them all
 
 
 def run_static(
-    spec: KernelSpec, phase: Phase | None, target: str, workload: str | None, out: Path, **options: Any
+    spec: KernelSpec,
+    phase: Phase | None,
+    target: str,
+    workload: str | None,
+    out: Path,
+    max_context: int | None,
+    **options: Any,
 ) -> dict[str, Any]:
     """Judges the candidates with a bar on stderr; answers the JSON record."""
     from pagegen.target import parse_target
@@ -23,7 +29,7 @@ def run_static(
     from pagegen.tuning.workloads import select_phases
 
     where = parse_target(target)
-    selection = select_phases(workload, spec, phase)
+    selection = select_phases(workload, spec, phase, where, max_context=max_context)
     folder = results_folder(out, where, spec, selection) / "static"
     with progress(f"judging {spec.slug}", 100) as advance:
 
@@ -41,6 +47,7 @@ def show_static(document: dict[str, Any]) -> None:
         print_table(title, columns, [_cells(row) for row in found["rows"][:SHOWN]])
         why = ", ".join(f"{count} {kind}" for kind, count in found["pruned"].items())
         typer.echo(f"pruned: {why or 'none'}\n")
+    note_workload(document["workload"])
     note(f"shortlist: {document['shortlist']} (`pagegen tune SPEC --shortlist FILE` measures it)")
     note(f"report:    {document['report']}")
 

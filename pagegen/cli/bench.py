@@ -73,8 +73,8 @@ def kernel(
     from pagegen.package import load_package
     from pagegen.target import detect
     from pagegen.tuning.contest import bench, table
-    from pagegen.tuning.evaluate import preset
     from pagegen.tuning.roofline import measure_roofline
+    from pagegen.tuning.workloads import select
 
     peers = [word for word in against.split(",") if word]
     unknown = next((word for word in peers if word not in PEERS), None)
@@ -82,7 +82,8 @@ def kernel(
         raise ConfigError(f"--against {unknown!r} is not known; allowed: {', '.join(PEERS)}, joined by commas")
     loaded = load_package(package)
     torch.set_num_threads(detect().threads)
-    workloads = [preset(each, loaded.spec) for each in ([phase] if phase else Phase)]
+    selection = select(None, loaded.spec, loaded.target)
+    workloads = list((selection.only(phase) if phase else selection).workloads.values())
     contenders = {"package": loaded, "default": loaded.default_kernels()}
     if "default" not in peers:
         del contenders["default"]

@@ -14,7 +14,9 @@ from pagegen.cli._common import (
     SpecArgument,
     TargetOption,
     as_path,
+    max_context,
     note,
+    note_workload,
     print_json,
     print_table,
     progress,
@@ -166,7 +168,7 @@ def command(
 
     Every candidate passes the correctness gate before it is timed. A run that was interrupted or killed is continued by
     the same command. Without a phase in SPEC, decode, prefill and mixed batches are tuned apart, those of them that the
-    workload has. Trials on other batches are another study: they never mix. A deterministic
+    workload has; with --model, contexts longer than it takes are cut to that. Trials on other batches are another study: they never mix. A deterministic
     spec has one config for all batches: that of the phase in SPEC, or of mixed batches.
 
     With --static nothing is measured: candidates are compiled for the target, present or not, those of no use are left
@@ -188,11 +190,12 @@ def command(
         _join(join, storage, budget, workers, json)
         return
     found, phase = spec_from(spec, model, overrides)
+    longest = max_context(model)
     if static:
         from pagegen.cli._static import run_static, show_static
 
         options = {"trials": trials, "budget": budget, "workers": workers, "top": top, "seed": seed}
-        document = run_static(found, phase, target, workload, out, **options)
+        document = run_static(found, phase, target, workload, out, longest, **options)
         return print_json(document) if json else show_static(document)
     from pagegen.tuning.job import TRIALS, tune
 
@@ -202,7 +205,7 @@ def command(
         if storage is not None or study is not None or shortlist is not None:
             raise ConfigError("--storage, --study and --shortlist are for one layout; set --layout NHD, or leave them out")
         each = {"trials": trials or TRIALS, "sampler": sampler, "roofline_share": roofline_share, "patience": patience}
-        where = {"target": target, "phase": phase, "budget": budget, "out": out, "seed": seed}
+        where = {"target": target, "phase": phase, "max_context": longest, "budget": budget, "out": out, "seed": seed}
         document = run_cotune(found, workload, block_sizes, layouts, **each, **where, warm_start=warm_start, workers=workers)
         return print_json(document) if json else show_cotune(document, Path(document["report"]))
     if block_sizes is not None or layouts is not None:
@@ -223,6 +226,7 @@ def command(
                 target=target,
                 phase=phase,
                 workload=workload,
+                max_context=longest,
                 trials=trials,
                 budget=budget,
                 sampler=sampler,
@@ -276,8 +280,7 @@ def show_decision(document: Mapping[str, Any], rows: Sequence[Row]) -> None:
 def show(result: TuneResult) -> None:
     """The outcome for people."""
     show_decision(result.document, result.rows)
-    workload = result.document["workload"]
-    note(f"workload: {workload['name']}, {workload['timed']} of its {workload['points']} batches")
+    note_workload(result.document["workload"])
     trials, counts = result.document["trials"], result.document["counts"]
     note(f"trials: {', '.join(f'{count} {name}' for name, count in trials.items())}; " + _statuses(counts))
     if result.document.get("shortlist"):

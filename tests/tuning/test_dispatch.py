@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pagegen.records import BatchShape, DispatchTable, Evaluation, Status, Timing
 from pagegen.space import ConfigSpace, Knob
 from pagegen.spec import Phase
-from pagegen.tuning.dispatch import MAX_CELLS, MAX_REGRET, Fit, cell_of, encode, fit, portfolio, regret
+from pagegen.tuning.dispatch import MAX_CELLS, MAX_REGRET, Fit, encode, fit, portfolio, regret, span_of
 from pagegen.tuning.workload import Point
 
 NAMES = ("default", "a", "b", "c")
@@ -29,7 +29,7 @@ timed = st.dictionaries(points, st.fixed_dictionaries(dict.fromkeys(NAMES, micro
 
 
 def shape_of(phase: Phase, point: Point) -> BatchShape:
-    seqs, context, query = cell_of(point)
+    seqs, context, query = point.shape
     return BatchShape(phase, seqs, context, query)
 
 
@@ -47,7 +47,7 @@ def test_a_table_keeps_its_bound_or_is_as_large_as_allowed_and_never_loses_to_on
     seconds: dict[Point, dict[str, float]], most: int
 ) -> None:
     found = fit(Phase.PREFILL, seconds, max_rows=most)
-    cells = {cell_of(point) for point in seconds}
+    cells = {point.shape for point in seconds}
     assert 1 <= len(found.rows) <= min(most, len(cells))
     mine = sum(point.weight * taken[found.assigned[point]] for point, taken in seconds.items())
     assert mine <= min(time(seconds, name) for name in NAMES) * (1 + 1e-9)
@@ -78,7 +78,7 @@ def test_no_smaller_table_keeps_the_bound(seconds: dict[Point, dict[str, float]]
 def test_three_rows_are_found_where_no_two_do() -> None:
     fast = {1: "a", 4: "b", 16: "a", 64: "c"}
     found = decode({f"{seqs}x1@512": {name: 1.0 + (name != own) for name in NAMES} for seqs, own in fast.items()})
-    assert {cell_of(point)[0]: name for point, name in found.assigned.items()} == fast
+    assert {point.shape[0]: name for point, name in found.assigned.items()} == fast
     assert len(found.rows) == 3 and found.regret == 0.0
 
 
@@ -108,6 +108,17 @@ def test_bounds_lie_in_the_geometric_middle_and_the_range_ends_a_factor_of_two_o
     assert served == {1: "a", 4: "a", 5: "default", 32: "default", 33: "outside"}
     contexts = {context: table.select(BatchShape(Phase.DECODE, 16, context, 1)) for context in (49, 50, 800, 801)}
     assert contexts == {49: "outside", 50: "default", 800: "default", 801: "outside"}
+
+
+def test_the_range_reaches_as_far_as_the_batches_that_others_stand_for() -> None:
+    assigned = {Point.parse("4x1@100"): "a", Point.parse("16x1@400"): "b"}
+    stood_for = [Point.parse(name) for name in ("1x1@9", "128x1@32768")]
+    table = DispatchTable(encode(Phase.DECODE, assigned, span_of([*assigned, *stood_for])), fallback="outside")
+    shapes = [(1, 9), (4, 100), (16, 400), (128, 32768), (129, 32768), (128, 32769), (1, 8)]
+    served = [table.select(BatchShape(Phase.DECODE, *shape, 1)) for shape in shapes]
+    assert served == ["a", "a", "b", "b", "outside", "outside", "outside"]
+    inside = span_of(assigned)  # what reaches less far than a factor of two takes nothing away
+    assert encode(Phase.DECODE, assigned, inside) == encode(Phase.DECODE, assigned)
 
 
 def test_batches_of_the_same_numbers_share_a_config() -> None:

@@ -18,7 +18,7 @@ from pagegen.space import Config
 from pagegen.spec import DType, KernelSpec, Op, Phase
 from pagegen.target import best_cpu
 from pagegen.tuning import evaluate as module
-from pagegen.tuning.evaluate import Evaluator, TimerDied, preset
+from pagegen.tuning.evaluate import Evaluator, TimerDied
 from pagegen.tuning.measure import MeasureError, Measurement
 from pagegen.tuning.pruning import Judge
 from pagegen.tuning.workload import Point, Workload
@@ -166,15 +166,6 @@ def test_the_timing_process_ends_with_its_evaluator(monkeypatch: pytest.MonkeyPa
     while process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.01)
     assert process.poll() is not None
-
-
-@pytest.mark.parametrize("phase", Phase)
-def test_presets_are_bounded_by_the_bytes_a_spec_needs(phase: Phase) -> None:
-    small = preset(phase, KernelSpec(q_heads=9, kv_heads=3, head_dim=64))
-    large_spec = KernelSpec(q_heads=64, kv_heads=64, head_dim=256, dtype=DType.FP32)
-    large = preset(phase, large_spec)
-    assert 1 <= len(large.points) <= len(small.points)
-    assert all(p.kv_bytes(large_spec) <= module.MAX_KV_BYTES for p in large.points) or len(large.points) == 1
 
 
 def test_configs_travel_to_the_timing_process_unchanged() -> None:

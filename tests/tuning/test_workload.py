@@ -1,6 +1,7 @@
 """Workloads say what is timed, and their tensors make a call find its KV cold and scattered."""
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -84,12 +85,17 @@ def test_every_caller_of_a_batch_takes_the_next_copy() -> None:
     assert len({id(table) for table in turns}) == copies and turns[0] is turns[-1]
 
 
-def test_bounding_a_workload_keeps_at_least_the_smallest_point() -> None:
-    workload = Workload(Phase.DECODE, (Point.parse("1x1@64"), Point.parse("8x1@64")))
-    one = workload.points[0].kv_bytes(SPEC)
-    assert [p.name for p in workload.within(SPEC, one).points] == ["1x1@64"]
-    assert [p.name for p in workload.within(SPEC, 1).points] == ["1x1@64"]
-    assert workload.within(SPEC, 8 * one) == workload
+def test_the_nearest_batch_that_fits_stands_for_one_that_does_not_and_the_smallest_always_fits() -> None:
+    names = ("1x1@64", "1x1@4096", "8x1@64", "9x1@60", "64x1@64", "1x1@9000")
+    workload = Workload(Phase.DECODE, tuple(Point.parse(name, 2.0**i) for i, name in enumerate(names)))
+
+    def bounded(fits: Callable[[Point], bool]) -> dict[str, float]:
+        return {point.name: point.weight for point in workload.within(SPEC, fits).points}
+
+    assert bounded(lambda point: point.kv_bytes(SPEC) <= 5000 * 256) == {p.name: p.weight for p in workload.points[:5]} | {"1x1@4096": 34}
+    assert bounded(lambda point: len(point.query_lens) < 9 and max(point.context_lens) < 4096) == {"1x1@64": 1 + 2 + 32, "8x1@64": 4 + 8 + 16}
+    assert bounded(lambda point: False) == {"1x1@64": 63}
+    assert workload.within(SPEC, lambda point: True) == workload
 
 
 @pytest.mark.parametrize("phase", Phase)

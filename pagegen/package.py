@@ -57,7 +57,7 @@ from pagegen.offsets import max_blocks
 from pagegen.paths import package_cache
 from pagegen.records import DispatchTable
 from pagegen.render import Source, environment, render
-from pagegen.spec import PAGED_OPS, KernelSpec, Op
+from pagegen.spec import PAGED_OPS, KernelSpec, Op, Phase
 from pagegen.target import Fingerprint, Target, hardware_fingerprint, is_present, parse_target
 
 VENDORED = (
@@ -230,13 +230,27 @@ def write_package(
 def install_package(path: Path) -> Path:
     """Copies a package into this user's package cache, where `generate`, `chat` and `serve` find it."""
     manifest = read_manifest(path)
-    hardware = Fingerprint(manifest["fingerprint"]["hardware"], {})
-    destination = package_cache() / f"{manifest['name']}-{hardware.hardware_key}"  # a home may serve several machines
+    destination = _installed(manifest["name"], manifest["fingerprint"]["hardware"])
     _require_whole(path, manifest)
     with _staged(destination) as root:
         for relative in (*_files(path), Path(MANIFEST)):
             _write(root / relative, (path / relative).read_bytes())
     return destination
+
+
+def installed_phases(spec: KernelSpec, target: Target) -> frozenset[Phase]:
+    """The phases that have rows in what `install_package` would replace on this machine; none if nothing that can be read."""
+    try:
+        manifest = read_manifest(_installed(package_name(spec, target), hardware_fingerprint(target)))
+        rows = DispatchTable.from_dict(manifest["dispatch"][Op.ATTEND.value]).rows
+    except (PackageError, KeyError):
+        return frozenset()
+    return frozenset(row.phase for row in rows)
+
+
+def _installed(name: str, hardware: Mapping[str, Any]) -> Path:
+    """Where in this user's package cache a package lies: a home may serve several machines."""
+    return package_cache() / f"{name}-{Fingerprint(hardware, {}).hardware_key}"
 
 
 def find_package(spec: KernelSpec, target: Target, *, any_block_size: bool = False) -> Path | None:

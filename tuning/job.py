@@ -12,12 +12,13 @@ from pagegen.build.cpp import compile_library
 from pagegen.catalog import variant
 from pagegen.errors import ConfigError
 from pagegen.loader import toolchain
-from pagegen.package import Packaged, install_package, write_package
+from pagegen.package import Packaged, install_package, installed_phases, write_package
 from pagegen.records import DispatchTable, Evaluation
 from pagegen.render import render
 from pagegen.space import Config, Value
 from pagegen.spec import KernelSpec, Op, Phase, parse_slug
 from pagegen.target import Target, parse_target, require_present
+from pagegen.tuning.carry import keep
 from pagegen.tuning.contest import Conditions, Row
 from pagegen.tuning.crew import crew
 from pagegen.tuning.decide import DEFAULT, Decision, Winner, choose_finalists, decide, propose
@@ -36,7 +37,7 @@ from pagegen.tuning.storage import in_reach, open_storage
 from pagegen.tuning.study import BucketStudy
 from pagegen.tuning.warm_start import Suggestion, suggestions
 from pagegen.tuning.workload import Point
-from pagegen.tuning.workloads import Selection, select_phases
+from pagegen.tuning.workloads import Selection, select, select_phases
 
 TRIALS = 40
 FINAL_SECONDS = 0.3  # a batch, all finalists together
@@ -91,8 +92,9 @@ def tune(
     in `out` are tried first. `workers` processes of this machine evaluate side by side, and others may `join` the study over
     `storage`; one times at a time. `say` is told, line by line, why a study is a new one, and what is waited for. Results go
     to `out`/<target>/<spec>, `out` being `results` by default, and of a workload to a folder of its name in there. What
-    `shortlist`, a file as `tune_static` writes it, has for a phase is tried first, after
-    the default. Raises ConfigError, SpecError, BuildError or CheckError for what stands in the way.
+    `shortlist`, a file as `tune_static` writes it, has for a phase is tried first, after the default. Of phases that are not
+    tuned, record and package keep what the record in that folder has, if it holds here (`carry`). Raises ConfigError,
+    SpecError, BuildError or CheckError for what stands in the way.
     """
     if isinstance(spec, str):
         spec, named = parse_slug(spec)
@@ -119,9 +121,10 @@ def tune(
     with Evaluator(spec, where, workloads, roofline) as evaluator:
         with in_reach(url), studies(backend, evaluator, job) as found:
             ancestors = {bucket: inherit(each, evaluator.source_of) for bucket, each in found.items()}
-            if say:
-                for line in explained(ancestors):
-                    say(line)
+            identity = next(iter(found.values())).identity
+            others = functools.partial(keep, folder, identity, phases, select(word, spec, where, max_context=max_context).workloads)
+            kept = others()
+            _tell(say, [*explained(ancestors), *kept.lines])
             for each in phases:
                 found[each].enqueue(first.get(each, []))
             suggested = _suggest(found, evaluator, Path(out or "results")) if warm_start else []
@@ -161,12 +164,15 @@ def tune(
             "shortlist": listed.described(toolchain(where)) if listed else None,
             "finalists": finalists,
             "roofline": roofline.to_dict() if roofline else None,
+            "carried": {},
         }
-    record = Record(facts, trials_of, finals, contest)
+    before, kept = kept, others()  # anew: another process may have tuned one of them meanwhile
+    _tell(say, [line for line in kept.lines if line not in before.lines])
+    record = kept.joined(Record(facts, trials_of, finals, contest))
     decided = decide(record)
-    document = {**facts, **decided.document}
+    document = {**record.facts, **decided.document}
     package = _write_package(folder / "package", spec, where, evaluator.default, decided, document)
-    installed = install_package(package) if install else None
+    installed = _install(package, spec, where, decided, say) if install else None
     places = {"package": str(package), "installed": str(installed) if installed else None, "report": str(folder / "report.md")}
     document |= places
     write_record(folder, record, {**decided.document, **places})
@@ -253,6 +259,21 @@ def _write_package(
         for row in document["rows"]
     ]
     return write_package(out, spec=spec, target=target, kernels=kernels, dispatch=dispatch, evidence=evidence)
+
+
+def _install(package: Path, spec: KernelSpec, target: Target, decided: Decision, say: Callable[[str], None] | None) -> Path:
+    """Installs the package; says which phases the one that it replaces was tuned for and it is not."""
+    lost = installed_phases(spec, target) - {row.phase for row in decided.table(uniform=spec.deterministic).rows}
+    if lost:
+        words = " and ".join(phase for phase in Phase if phase in lost)
+        _tell(say, [f"{words}: untuned in the package that is installed now, not in the one before, whose results lie elsewhere"])
+    return install_package(package)
+
+
+def _tell(say: Callable[[str], None] | None, lines: Sequence[str]) -> None:
+    if say:
+        for line in lines:
+            say(line)
 
 
 def _packaged(op: Op, spec: KernelSpec, target: Target, config: Config | None) -> Packaged:

@@ -40,6 +40,8 @@ FACTS: Mapping[str, type] = {
     "finalists": dict,
 }
 
+LATER: frozenset[str] = frozenset({"roofline", "stopped", "warm_start", "carried"})  # facts that an older record may lack
+
 Rounds = Mapping[Phase, Mapping[Point, Measurement]]
 
 
@@ -118,7 +120,7 @@ def read_record(folder: Path) -> tuple[Record, dict[str, Any]]:
         for line in _lines(folder / TIMINGS):
             phase = line["phase"]
             rounds[line["round"]].setdefault(Phase(phase), {})[points[phase, line["point"]]] = _measurement(line)
-        facts = {name: value for name, value in document.items() if name in FACTS or name == "roofline"}
+        facts = {name: value for name, value in document.items() if name in FACTS or name in LATER}
         record = Record(facts, trials, **rounds)
         _check(record)
     except (KeyError, TypeError, ValueError, AttributeError, PagegenError) as error:

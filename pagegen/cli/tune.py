@@ -168,7 +168,8 @@ def command(
 
     Every candidate passes the correctness gate before it is timed. A run that was interrupted or killed is continued by
     the same command. Without a phase in SPEC, decode, prefill and mixed batches are tuned apart, those of them that the
-    workload has; with --model, contexts longer than it takes are cut to that. Trials on other batches are another study: they never mix. A deterministic
+    workload has; with one, record and package keep what was tuned before of the others. With --model, contexts longer than it
+    takes are cut to that. Trials on other batches are another study: they never mix. A deterministic
     spec has one config for all batches: that of the phase in SPEC, or of mixed batches.
 
     With --static nothing is measured: candidates are compiled for the target, present or not, those of no use are left

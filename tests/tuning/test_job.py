@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,25 +17,32 @@ from pagegen import tune
 from pagegen.catalog import template_for
 from pagegen.check import check_kernels
 from pagegen.errors import ConfigError, SpecError
-from pagegen.package import load_package
+from pagegen.loader import fingerprint, read_manifest
+from pagegen.package import install_package, load_package
 from pagegen.records import BatchShape, DispatchTable, Evaluation
 from pagegen.spec import Op, Phase, parse_slug
-from pagegen.target import best_cpu
-from pagegen.tuning import job, workloads
+from pagegen.target import Fingerprint, best_cpu
+from pagegen.tuning import evaluate, job, joining, workloads
 from pagegen.tuning.decide import Decision, decide
 from pagegen.tuning.record import Record
 from pagegen.tuning.replay import replay
-from pagegen.tuning.workload import Point, Workload
 
 SLUG = "fp32-d8-h2x1-b4-NHD"
 ROOT = Path(__file__).parents[2]
 
 
+def presets(folder: Path, points: dict[Phase, str]) -> Path:
+    """The folder, with a preset of one batch for each phase."""
+    for phase, point in points.items():
+        (folder / f"{phase}.yaml").write_text(f"format: 1\nphase: {phase}\npoints: {{{point}: 1}}\n")
+    return folder
+
+
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """One small batch a phase, short rounds, nothing put into the user's package cache."""
     names = {Phase.DECODE: "2x1@37", Phase.PREFILL: "1x7@19", Phase.MIXED: "2x1@37+1x7@19"}
-    monkeypatch.setattr(workloads, "preset", lambda phase, spec: Workload(phase, (Point.parse(names[phase]),)))
+    monkeypatch.setattr(workloads, "PRESETS", presets(tmp_path_factory.mktemp("presets"), names))
     monkeypatch.setattr(job, "FINAL_SECONDS", 0.02)
     monkeypatch.setattr(job, "CONTEST_SECONDS", 0.02)
     monkeypatch.setattr(job, "install_package", lambda path: path)
@@ -142,3 +150,74 @@ def test_a_signal_keeps_what_was_finished_and_gives_back_the_rest(number: int, s
         os.killpg(tuner.pid, number)
         assert tuner.wait(timeout=60) == status
     assert len((folder / "trials.jsonl").read_text().splitlines()) >= 2
+
+
+# --- a phase at a time ------------------------------------------------------------------------------------------------
+
+
+def phases_of(package: Path) -> list[Phase]:
+    """Those that the dispatch table of a package has rows for."""
+    return [row.phase for row in DispatchTable.from_dict(read_manifest(package)["dispatch"]["attend"]).rows]
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_phase_that_is_tuned_by_itself_keeps_the_others(tmp_path: Path) -> None:
+    whole = tune(SLUG, trials=6, out=tmp_path)
+    said: list[str] = []
+    one = tune(f"decode-{SLUG}", trials=3, out=tmp_path, say=said.append)
+    folder = one.report.parent
+    assert said == [f"prefill and mixed: kept as in the record in {folder}"]
+    assert one.document["carried"] == {"prefill": 2, "mixed": 2} and one.document["trials"] == {"resumed": 2, "new": 1, "lost": 0}
+    assert sum(one.document["counts"].values()) == 7 and "prefill 2" in one.report.read_text()
+    assert json.dumps(one.document["workload"]) == json.dumps(whole.document["workload"])
+    for name in ("winner", "rows"):  # roofline shares are of the limits as measured by the new run
+        was, now = ([{**row, "roofline": None} for row in each.document[name] if row["phase"] != "decode"] for each in (whole, one))
+        assert [{**row, "kernel": ""} for row in was] == [{**row, "kernel": ""} for row in now]
+    assert phases_of(one.package) == phases_of(whole.package) == list(Phase)
+    recorded = (folder / "tune.json").read_bytes()
+    assert not replay(folder).differences and (folder / "tune.json").read_bytes() == recorded
+    again = tune(f"prefill-{SLUG}", trials=2, out=tmp_path)
+    assert again.document["carried"] == {"decode": 3, "mixed": 2} and phases_of(again.package) == list(Phase)
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (
+            lambda patch, _: patch.setattr(evaluate, "fingerprint", lambda target: Fingerprint(fingerprint(target).hardware, {"compiler": "new"})),
+            "toolchain.compiler: was ",
+        ),
+        (lambda patch, _: patch.setattr(joining, "source_digest", lambda template: "new"), "pagegen or its templates are others now"),
+        (
+            lambda patch, folder: patch.setattr(workloads, "PRESETS", presets(folder, dict.fromkeys(Phase, "1x1@8"))),
+            "workload: was ",
+        ),
+    ],
+    ids=["toolchain", "templates", "batches"],
+)
+def test_what_does_not_hold_any_more_is_not_kept_and_the_loss_is_explained(
+    tmp_path: Path, change: Callable[[pytest.MonkeyPatch, Path], None], why: str
+) -> None:
+    tune(f"prefill-{SLUG}", trials=1, out=tmp_path)
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        change(patch, tmp_path)
+        result = tune(f"decode-{SLUG}", trials=1, out=tmp_path, say=said.append)
+    assert [line for line in said if line.startswith("prefill: lost from the record") and f"({why}" in line and "\n" not in line]
+    assert phases_of(result.package) == [Phase.DECODE] and not result.document["carried"]
+    assert not replay(result.report.parent).differences
+
+
+@pytest.mark.usefixtures("quick")
+def test_what_an_installed_package_loses_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGEGEN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(job, "install_package", install_package)
+    tune(f"prefill-{SLUG}", trials=1, out=tmp_path / "one")
+    said: list[str] = []
+    result = tune(f"decode-{SLUG}", trials=1, out=tmp_path / "other", say=said.append)
+    assert [line for line in said if line.startswith("prefill: untuned in the package that is installed now")]
+    assert result.installed and phases_of(result.installed) == [Phase.DECODE]
+    said.clear()
+    tune(f"mixed-{SLUG}", trials=1, out=tmp_path / "other", say=said.append)
+    assert said == [f"decode: kept as in the record in {result.report.parent}"]

@@ -33,6 +33,10 @@ class CheckError(PagegenError):
     """The correctness gate could not be run (a failed gate is a result, not an error)."""
 
 
+class GateError(CheckError):
+    """A kernel that had to pass the gate did not: the answer is no, which is exit status 1."""
+
+
 class KernelError(PagegenError):
     """Arguments that a kernel refuses: shape, dtype, stride, device or range."""
 

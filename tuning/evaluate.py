@@ -27,7 +27,7 @@ import pagegen
 from pagegen.build import build
 from pagegen.catalog import template_for, variant
 from pagegen.check import CheckReport, check_variant
-from pagegen.errors import BuildError, CheckError, PagegenError, RenderError
+from pagegen.errors import BuildError, CheckError, GateError, PagegenError, RenderError
 from pagegen.kernel import Attend
 from pagegen.loader import fingerprint
 from pagegen.records import Evaluation, Status
@@ -293,13 +293,13 @@ class Evaluator:
 
         The batches that stand for most are timed first; once `judge` finds it clearly worse, the others are left out.
 
-        Raises BuildError or CheckError if the default itself does not build or pass: then nothing can be tuned.
+        Raises BuildError or GateError if the default itself does not build or pass: then nothing can be tuned.
         """
         begin = time.monotonic()
         failed, gate_seconds = self._gated(config)
         found = failed or self._timed(phase, config, judge or Judge())
         if config == self.default and found.status is not Status.PASSED:
-            raise CheckError(
+            raise GateError(
                 f"the default config of attend for {self.spec.slug} on {self.target.name} ended with {found.status} "
                 f"({found.reason}), so there is nothing to tune against; `pagegen check` shows the smallest failing input"
             )

@@ -10,10 +10,10 @@ from typing import Any
 
 from pagegen.build.cpp import compile_library
 from pagegen.catalog import variant
-from pagegen.errors import ConfigError
+from pagegen.errors import ConfigError, GateError
 from pagegen.loader import toolchain
 from pagegen.package import Packaged, install_package, installed_phases, write_package
-from pagegen.records import DispatchTable, Evaluation
+from pagegen.records import DispatchTable, Evaluation, Status
 from pagegen.render import render
 from pagegen.space import Config, Value
 from pagegen.spec import KernelSpec, Op, Phase, parse_slug
@@ -94,7 +94,7 @@ def tune(
     to `out`/<target>/<spec>, `out` being `results` by default, and of a workload to a folder of its name in there. What
     `shortlist`, a file as `tune_static` writes it, has for a phase is tried first, after the default. Of phases that are not
     tuned, record and package keep what the record in that folder has, if it holds here (`carry`). Raises ConfigError,
-    SpecError, BuildError or CheckError for what stands in the way.
+    SpecError, BuildError or CheckError for what stands in the way: GateError if the default does not pass the gate.
     """
     if isinstance(spec, str):
         spec, named = parse_slug(spec)
@@ -151,6 +151,7 @@ def tune(
                 "stopped": {bucket: each.stopped for bucket, each in found.items() if each.stopped},
                 "trials": tally(found),
             }
+        _require_gated(evaluator, trials_of)
         finalists, finals, contest = _last_rounds(evaluator, trials_of)
         facts = {
             "format": FORMAT,
@@ -178,6 +179,22 @@ def tune(
     write_record(folder, record, {**decided.document, **places})
     report = write_report(folder, document, decided.rows, decided.conditions)
     return TuneResult(package, installed, report, decided.winners, decided.rows, decided.conditions, document)
+
+
+def _require_gated(evaluator: Evaluator, trials: Mapping[Phase, Sequence[tuple[int, Evaluation]]]) -> None:
+    """Sees to it that the default has passed the gate, as it is packaged whatever wins: it is evaluated now if no trial of it
+    began within the budget. Raises GateError if it failed.
+    """
+    default = evaluator.default
+    found = [each for rows in trials.values() for _, each in rows if each.config == default.to_dict()]
+    for each in found:
+        if each.status is not Status.PASSED:
+            raise GateError(
+                f"the default config of attend for {evaluator.spec.slug} on {evaluator.target.name} is recorded with {each.status} "
+                f"({each.reason}), so nothing is packaged; once that is cured, start afresh under another name: --study again"
+            )
+    if not found:
+        evaluator.evaluate(next(iter(trials)), default)
 
 
 def _last_rounds(

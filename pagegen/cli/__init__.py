@@ -22,7 +22,7 @@ from typing import Annotated
 
 import typer
 
-from pagegen.errors import BuildError, PagegenError
+from pagegen.errors import BuildError, GateError, PagegenError
 
 DONE, NO, WRONG, INTERRUPTED = 0, 1, 2, 130
 
@@ -76,7 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(error.log, file=sys.stderr)
         return _complain(error, debug)
     except (PagegenError, OSError) as error:
-        return _complain(error, debug)
+        _complain(error, debug)
+        return NO if isinstance(error, GateError) else WRONG
     except _ClickError as error:
         context = getattr(error, "ctx", None)
         path = context.command_path if context else "pagegen"

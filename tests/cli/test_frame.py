@@ -16,7 +16,7 @@ import pytest
 import pagegen
 from pagegen import cli
 from pagegen.cli import COMMANDS, main, subcommands
-from pagegen.errors import BuildError, ConfigError
+from pagegen.errors import BuildError, ConfigError, GateError
 from tests.cli.helpers import run
 
 NAMES = [row.name for row in COMMANDS]
@@ -113,6 +113,7 @@ def raising(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
     ("error", "status", "said"),
     [
         (ConfigError("a\nb"), 2, "pagegen: a b\n"),
+        (GateError("the default is wrong"), 1, "pagegen: the default is wrong\n"),
         (BuildError("failed", log="the log"), 2, "pagegen: failed\n"),
         (PermissionError(13, "Permission denied", "/x"), 2, "pagegen: [Errno 13] Permission denied: '/x'\n"),
         (KeyboardInterrupt(), 130, ""),

@@ -15,17 +15,20 @@ import torch
 
 from pagegen import tune
 from pagegen.catalog import template_for
-from pagegen.check import check_kernels
-from pagegen.errors import ConfigError, SpecError
+from pagegen.check import CheckReport, check_kernels, check_variant
+from pagegen.errors import ConfigError, GateError, SpecError
 from pagegen.loader import fingerprint, read_manifest
 from pagegen.package import install_package, load_package
-from pagegen.records import BatchShape, DispatchTable, Evaluation
+from pagegen.records import BatchShape, DispatchTable, Evaluation, Status
+from pagegen.render import Source
 from pagegen.spec import Op, Phase, parse_slug
 from pagegen.target import Fingerprint, best_cpu
 from pagegen.tuning import evaluate, job, joining, workloads
 from pagegen.tuning.decide import Decision, decide
 from pagegen.tuning.record import Record
 from pagegen.tuning.replay import replay
+from pagegen.tuning.study import BucketStudy
+from tests.cli.helpers import run
 
 SLUG = "fp32-d8-h2x1-b4-NHD"
 ROOT = Path(__file__).parents[2]
@@ -150,6 +153,44 @@ def test_a_signal_keeps_what_was_finished_and_gives_back_the_rest(number: int, s
         os.killpg(tuner.pid, number)
         assert tuner.wait(timeout=60) == status
     assert len((folder / "trials.jsonl").read_text().splitlines()) >= 2
+
+
+# --- the default ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_default_that_no_trial_began_with_is_gated_before_it_is_packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gated: list[object] = []
+
+    def noted(source: Source) -> CheckReport:
+        gated.append(source.variant.config.to_dict())
+        return check_variant(source)
+
+    monkeypatch.setattr(evaluate, "check_variant", noted)
+    result = tune(f"decode-{SLUG}", trials=1, budget=1e-9, out=tmp_path)
+    assert sum(result.document["counts"].values()) == 0 and gated == [result.winners[0].config.to_dict()]
+    monkeypatch.setattr(evaluate, "check_variant", lambda source: CheckReport(Status.INCORRECT, 1))
+    with pytest.raises(GateError, match="INCORRECT"):
+        tune(f"decode-{SLUG}", trials=1, budget=1e-9, out=tmp_path / "wrong")
+    assert not list(tmp_path.glob("wrong/**/package"))
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_default_that_killed_its_process_is_not_packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def died(found: dict[str, BucketStudy], *_: object, **__: object) -> None:
+        found["decode"]._record_deadly(found["decode"].space.default, 3)
+
+    monkeypatch.setattr(job, "search", died)
+    with pytest.raises(GateError, match=r"died 3 times.*--study again") as caught:
+        tune(f"decode-{SLUG}", trials=1, out=tmp_path)
+    assert "\n" not in str(caught.value) and not list(tmp_path.glob("**/package"))
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_default_that_fails_the_gate_ends_with_exit_status_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluate, "check_variant", lambda source: CheckReport(Status.INCORRECT, 1))
+    result = run("tune", f"decode-{SLUG}", "--trials", "1", "--out", str(tmp_path))
+    assert result.status == 1 and "nothing to tune against" in result.stderr and result.stderr.count("\n") == 1
 
 
 # --- a phase at a time ------------------------------------------------------------------------------------------------

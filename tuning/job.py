@@ -26,7 +26,7 @@ from pagegen.tuning.evaluate import Evaluator
 from pagegen.tuning.inherit import explained, inherit
 from pagegen.tuning.joining import Job, studies, tally, tell_waiting
 from pagegen.tuning.measure import Measurement
-from pagegen.tuning.record import FORMAT, Record, Rounds, to_keep, write_record, write_trials
+from pagegen.tuning.record import FORMAT, TUNE, Record, Rounds, to_keep, write_record, write_trials
 from pagegen.tuning.report import write_report
 from pagegen.tuning.roofline import measure_roofline
 from pagegen.tuning.sampling import require_sampler
@@ -140,8 +140,9 @@ def tune(
                         waits=lambda who: tell_waiting(who, say),
                         busy=evaluator.busy,
                     )
-            finally:  # however it ends
-                write_trials(folder, [(each.name, *row) for each in found.values() for row in each.evaluations])
+            finally:  # however it ends; a record that was finished stays whole until another one is
+                if not (folder / TUNE).exists():
+                    write_trials(folder, [(each.name, *row) for each in found.values() for row in each.evaluations])
             trials_of = {each: found[each].evaluations for each in phases}
             facts = {
                 "studies": {bucket: each.name for bucket, each in found.items()},
@@ -175,8 +176,7 @@ def tune(
     package = _write_package(folder / "package", spec, where, evaluator.default, decided, document)
     installed = _install(package, spec, where, decided, say) if install else None
     places = {"package": str(package), "installed": str(installed) if installed else None, "report": str(folder / "report.md")}
-    document |= places
-    write_record(folder, record, {**decided.document, **places})
+    document = write_record(folder, record, {**decided.document, **places})
     report = write_report(folder, document, decided.rows, decided.conditions)
     return TuneResult(package, installed, report, decided.winners, decided.rows, decided.conditions, document)
 

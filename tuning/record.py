@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -40,7 +41,7 @@ FACTS: Mapping[str, type] = {
     "finalists": dict,
 }
 
-LATER: frozenset[str] = frozenset({"roofline", "stopped", "warm_start", "carried"})  # facts that an older record may lack
+LATER = frozenset({"roofline", "stopped", "warm_start", "carried"})  # facts that an older record may lack
 
 Rounds = Mapping[Phase, Mapping[Point, Measurement]]
 
@@ -84,32 +85,38 @@ def to_keep(measurement: Measurement) -> Measurement:
     return dataclasses.replace(measurement, seconds=seconds)
 
 
-def write_record(folder: Path, record: Record, decided: Mapping[str, Any]) -> None:
-    """Writes the three files; `decided` joins the facts in tune.json."""
+def write_record(folder: Path, record: Record, decided: Mapping[str, Any]) -> dict[str, Any]:
+    """Writes the three files and answers what tune.json holds: the facts, `decided`, and which other files belong to it."""
     names = record.facts["studies"]
-    write_trials(folder, [(names[phase.value], *trial) for phase, trials in record.trials.items() for trial in trials])
+    trials = [(names[phase.value], *trial) for phase, found in record.trials.items() for trial in found]
     timings = [
         {"round": kind, "phase": phase.value, "point": point.name, **_plain(measurement)}
         for kind, rounds in (("finals", record.finals), ("contest", record.contest))
         for phase, measured in rounds.items()
         for point, measurement in measured.items()
     ]
-    _write_lines(folder / TIMINGS, timings)
-    write_atomic(folder / TUNE, json.dumps({**record.facts, **decided}, indent=1, allow_nan=False) + "\n")
+    files = {TRIALS: write_trials(folder, trials), TIMINGS: _write_lines(folder / TIMINGS, timings)}
+    document = {**record.facts, **decided, "files": files}
+    write_atomic(folder / TUNE, json.dumps(document, indent=1, allow_nan=False) + "\n")
+    return document
 
 
-def write_trials(folder: Path, rows: Sequence[tuple[str, int, Evaluation]]) -> None:
-    """Writes (study, trial number, evaluation) to trials.jsonl."""
-    _write_lines(folder / TRIALS, [{"study": study, "trial": number, **found.to_dict()} for study, number, found in rows])
+def write_trials(folder: Path, rows: Sequence[tuple[str, int, Evaluation]]) -> str:
+    """Writes (study, trial number, evaluation) to trials.jsonl; answers the file's SHA-256."""
+    return _write_lines(folder / TRIALS, [{"study": study, "trial": number, **found.to_dict()} for study, number, found in rows])
 
 
 def read_record(folder: Path) -> tuple[Record, dict[str, Any]]:
-    """The record in `folder` and its tune.json as it is. Raises ConfigError if it is missing, of another format or damaged."""
+    """The record in `folder` and its tune.json as it is.
+
+    Raises ConfigError if it is missing, of another format, damaged, or if its files are of several runs.
+    """
     document = _document(folder)
     try:
+        lines = {name: _lines(folder / name, document.get("files", {}).get(name)) for name in (TRIALS, TIMINGS)}
         studies = {name: Phase(phase) for phase, name in document["studies"].items()}
         trials: dict[Phase, list[tuple[int, Evaluation]]] = {phase: [] for phase in studies.values()}
-        for line in _lines(folder / TRIALS):
+        for line in lines[TRIALS]:
             trials[studies[line.pop("study")]].append((line.pop("trial"), Evaluation.from_dict(line)))
         rounds: dict[str, dict[Phase, dict[Point, Measurement]]] = {"finals": {}, "contest": {}}
         points = {
@@ -117,15 +124,24 @@ def read_record(folder: Path) -> tuple[Record, dict[str, Any]]:
             for phase, plain in document["workloads"].items()
             for point, weight in plain["points"].items()
         }
-        for line in _lines(folder / TIMINGS):
+        for line in lines[TIMINGS]:
             phase = line["phase"]
             rounds[line["round"]].setdefault(Phase(phase), {})[points[phase, line["point"]]] = _measurement(line)
+        count, known = sum(map(len, trials.values())), sum(document.get("counts", {}).values())
+        if count != known:  # all there is to go by in a record without digests
+            raise OtherRun(f"{TRIALS} holds {count} trials, the decision was made from {known}")
         facts = {name: value for name, value in document.items() if name in FACTS or name in LATER}
         record = Record(facts, trials, **rounds)
         _check(record)
+    except OtherRun as error:
+        raise ConfigError(f"record {folder} is of several runs: {error}; run `pagegen tune` again, to its end") from None
     except (KeyError, TypeError, ValueError, AttributeError, PagegenError) as error:
         raise ConfigError(f"record {folder} is damaged ({type(error).__name__}: {error}); run `pagegen tune` again") from None
     return record, document
+
+
+class OtherRun(Exception):
+    """A file beside tune.json that is not the one that it was decided from."""
 
 
 def _check(record: Record) -> None:
@@ -174,16 +190,21 @@ def _document(folder: Path) -> dict[str, Any]:
     return dict(document)
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
+def _lines(path: Path, digest: str | None) -> Iterator[dict[str, Any]]:
+    """The lines of a file; `digest` is what its SHA-256 has to be, None if nobody said."""
     try:
-        text = path.read_text()
+        data = path.read_bytes()
     except OSError as error:
         raise ConfigError(f"{path.name} cannot be read ({error.strerror})") from None
-    return map(json.loads, text.splitlines())
+    if digest not in (None, hashlib.sha256(data).hexdigest()):
+        raise OtherRun(f"{path.name} is not the one that {TUNE} was decided from")
+    return map(json.loads, data.decode().splitlines())
 
 
-def _write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    write_atomic(path, "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
+def _write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> str:
+    data = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows).encode()
+    write_atomic(path, data)
+    return hashlib.sha256(data).hexdigest()
 
 
 def _plain(measurement: Measurement) -> dict[str, Any]:

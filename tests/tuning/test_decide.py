@@ -168,8 +168,23 @@ def set_format(folder: Path) -> None:
 )
 def test_a_record_that_cannot_be_replayed_is_refused_in_one_line(copy: Path, damage: Callable[[Path], object], said: str) -> None:
     damage(copy)
-    result = run("tune", str(copy), "--replay")
-    assert result.status == 2 and said in result.stderr and len(result.stderr.strip().splitlines()) == 1
+    for words in (["tune", str(copy), "--replay"], ["report", str(copy)]):
+        result = run(*words)
+        assert result.status == 2 and said in result.stderr and len(result.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("written", ["trials.jsonl", "timings.jsonl"])
+def test_a_record_whose_rerun_was_killed_between_two_files_is_refused_in_one_line(written: str, tmp_path: Path) -> None:
+    """The new run has as many trials, and batches of the same names: nothing but a digest tells them apart."""
+    folder, other = tmp_path / "record", tmp_path / "rerun"
+    write(folder, make_record(seed=1))
+    write(other, make_record(seed=2))
+    assert run("tune", str(folder), "--replay").status == 0
+    shutil.copy(other / written, folder / written)
+    for words in (["tune", str(folder), "--replay"], ["report", str(folder)]):
+        result = run(*words)
+        said = f"is of several runs: {written} is not the one that tune.json was decided from; run `pagegen tune` again, to its end"
+        assert result.status == 2 and said in result.stderr and result.stderr.count("\n") == 1
 
 
 def test_a_spec_without_a_record_or_with_several_is_refused(tmp_path: Path) -> None:

@@ -155,6 +155,24 @@ def test_a_signal_keeps_what_was_finished_and_gives_back_the_rest(number: int, s
     assert len((folder / "trials.jsonl").read_text().splitlines()) >= 2
 
 
+@pytest.mark.usefixtures("quick")
+def test_an_interrupted_rerun_leaves_the_record_of_the_run_before_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tune(SLUG, trials=3, out=tmp_path).report.parent
+    before = {path.name: path.read_bytes() for path in folder.glob("t*.json*")}
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(job, "_last_rounds", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            tune(f"decode-{SLUG}", trials=2, out=tmp_path)
+    assert {path.name: path.read_bytes() for path in folder.glob("t*.json*")} == before and len(before) == 3
+    assert not replay(folder).differences
+    done = tune(f"decode-{SLUG}", trials=2, out=tmp_path).document
+    assert done["trials"] == {"resumed": 2, "new": 0, "lost": 0} and done["carried"] == {"prefill": 1, "mixed": 1}
+
+
 # --- the default ------------------------------------------------------------------------------------------------------
 
 

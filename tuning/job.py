@@ -106,6 +106,8 @@ def tune(
     require_sampler(sampler)
     rule = StopRule(roofline_share, patience)
     where = parse_target(target)
+    if roofline_share is not None and where.kind != "cpu":
+        raise ConfigError(f"--roofline-share {roofline_share}: the limits of {where.name} are not measured, only a CPU's; leave it out")
     word = None if workload is None else str(workload)
     selection = select_phases(word, spec, phase, where, max_context=max_context)
     require_present(where)

@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ MAX_POINTS = 12  # of a phase; what has more is sampled
 CALL_SECONDS = 1.0  # of one call, by nominal rates: in a trial a batch takes fourteen, in the contest seven a contender
 MEMORY_SHARE = 16  # a batch takes at most one in so many parts of the memory: torch SDPA copies int4 KV as numbers, twice
 ABSENT_GPU = 24 << 30  # bytes of memory, of a GPU that is not here
+RESERVED = frozenset({"default", "static", "package", ".", ".."})  # what lies beside a workload's results, or around them
 FIELDS = ("format", "phase", "points", "warm")
 
 
@@ -78,6 +79,14 @@ def name_of(word: str | None) -> str:
     return "default" if word is None else re.sub(r"[^\w.-]", "_", Path(word).stem)
 
 
+def _with_own_name(word: str, presets: Collection[str]) -> Path:
+    """A file. Raises ConfigError if its name is that of another folder among the results of a spec."""
+    name = name_of(word)
+    if name in RESERVED or name in presets:
+        raise ConfigError(f"workload {word}: results of {name!r} lie where those of another workload or a package do; rename the file")
+    return Path(word)
+
+
 def preset_names() -> list[str]:
     """What `--workload` takes beside a file."""
     return sorted(path.stem for path in PRESETS.glob("*.yaml"))
@@ -97,7 +106,7 @@ def select(
         for path in [PRESETS / f"{name}.yaml" for name in ([word] if word else Phase)]:
             found |= read_workloads(path)
     elif Path(word).is_file():
-        found = read_workloads(Path(word))
+        found = read_workloads(_with_own_name(word, known))
     else:
         raise ConfigError(f"workload {word!r} is no file, nor known; allowed: {', '.join(known)}, or a file")
     num_points = sum(len(workload.points) for workload in found.values())

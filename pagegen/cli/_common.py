@@ -185,6 +185,16 @@ def _read_spec(path: Path) -> tuple[KernelSpec, Phase | None]:
     return KernelSpec.from_dict(values), Phase(phase) if phase else None
 
 
+def given_flags(context: typer.Context) -> dict[str, str]:
+    """What stands on the command line of a command, its defaults not counted: parameter to its flag, or SPEC."""
+    found = {}
+    for param in context.command.params:
+        source = context.get_parameter_source(param.name) if param.name else None
+        if param.name and source is not None and source.name == "COMMANDLINE":
+            found[param.name] = param.opts[0] if param.opts[0].startswith("-") else param.name.upper()
+    return found
+
+
 # --- values ----------------------------------------------------------------------------------------------------------
 
 

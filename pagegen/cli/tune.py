@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,6 +15,8 @@ from pagegen.cli._common import (
     SpecArgument,
     TargetOption,
     as_path,
+    given_flags,
+    is_folder,
     max_context,
     note,
     note_workload,
@@ -24,6 +27,7 @@ from pagegen.cli._common import (
     spec_options,
 )
 from pagegen.errors import ConfigError
+from pagegen.spec import KernelSpec
 
 if TYPE_CHECKING:
     from pagegen.tuning.contest import Row
@@ -32,11 +36,25 @@ if TYPE_CHECKING:
 
 NOISY = 0.1  # above this share of the time, intervals hide what a config can gain
 
+_SPEC = frozenset({"spec", "model", *(field.name for field in dataclasses.fields(KernelSpec))})
+_SEARCH = _SPEC | {
+    *("target", "workload", "trials", "budget", "sampler", "roofline_share", "patience", "warm_start", "workers", "out", "seed"),
+}
+TAKES: Mapping[str, frozenset[str]] = {  # what counts in each way to call the command, beside --json
+    "--replay of a folder": frozenset({"replay", "spec"}),
+    "--replay": _SPEC | {"replay", "target", "workload", "out"},
+    "--join": frozenset({"join", "storage", "budget", "workers"}),
+    "--static": _SPEC | {"static", "target", "workload", "trials", "budget", "workers", "top", "out", "seed"},
+    "a layout of auto": _SEARCH | {"block_sizes", "layouts"},
+    "the tuning of one layout": _SEARCH | {"storage", "study", "shortlist"},
+}
+
 EXAMPLE = "pagegen tune --model smollm2-135m --trials 40"
 
 
 @spec_options
 def command(
+    context: typer.Context,
     overrides: dict[str, Any],
     spec: SpecArgument = None,
     model: ModelOption = None,
@@ -184,12 +202,15 @@ def command(
     if replay:
         from pagegen.cli._replay import run_replay
 
+        _require_fitting(context, "--replay of a folder" if spec is not None and is_folder(spec) else "--replay")
         return run_replay(spec, model, overrides, target, workload, out, json)
     if join is not None:
-        if spec is not None or model is not None or overrides or storage is None:
-            raise ConfigError("--join takes everything from the study: name --storage, and neither SPEC nor --model")
-        _join(join, storage, budget, workers, json)
-        return
+        _require_fitting(context, "--join")
+        if storage is None:
+            raise ConfigError("--join STUDY takes part in a study that another process opened: name --storage, where it lies")
+        return _join(join, storage, budget, workers, json)
+    if static:
+        _require_fitting(context, "--static")
     found, phase = spec_from(spec, model, overrides)
     longest = max_context(model)
     if static:
@@ -203,14 +224,12 @@ def command(
     if found.layout is None:
         from pagegen.cli._cotune import run_cotune, show_cotune
 
-        if storage is not None or study is not None or shortlist is not None:
-            raise ConfigError("--storage, --study and --shortlist are for one layout; set --layout NHD, or leave them out")
+        _require_fitting(context, "a layout of auto")
         each = {"trials": trials or TRIALS, "sampler": sampler, "roofline_share": roofline_share, "patience": patience}
         where = {"target": target, "phase": phase, "max_context": longest, "budget": budget, "out": out, "seed": seed}
         document = run_cotune(found, workload, block_sizes, layouts, **each, **where, warm_start=warm_start, workers=workers)
         return print_json(document) if json else show_cotune(document, Path(document["report"]))
-    if block_sizes is not None or layouts is not None:
-        raise ConfigError("--block-sizes and --layouts are for a layout of auto; set --layout auto, or leave them out")
+    _require_fitting(context, "the tuning of one layout")
     trials = TRIALS if trials is None else trials
     best: dict[str, float] = {}
     with progress(f"tuning {found.slug}", trials) as advance:
@@ -250,6 +269,18 @@ def command(
         print_json(result.document)
     else:
         show(result)
+
+
+def _require_fitting(context: typer.Context, way: str) -> None:
+    """Raises ConfigError for flags that would do nothing."""
+    takes = TAKES[way] | {"json"}
+    idle = [flag for name, flag in given_flags(context).items() if name not in takes]
+    if idle:
+        flags = {name: f"--{name.replace('_', '-')}" for name in sorted(takes - _SPEC)}
+        spec = ["SPEC"] if "spec" in takes else []
+        raise ConfigError(
+            f"{' and '.join(idle)} would do nothing with {way}, which takes {', '.join([*spec, *flags.values()])}; leave it out"
+        )
 
 
 def _join(study: str, storage: str, budget: float | None, workers: int, json: bool) -> None:

@@ -1,10 +1,12 @@
 """The commands `tune` and `bench kernel` on the command line."""
 
+import inspect
 import json
 from pathlib import Path
 
 import pytest
 
+from pagegen.cli import tune
 from pagegen.package import write_package
 from pagegen.records import DispatchTable
 from pagegen.spec import PAGED_OPS, parse_slug
@@ -55,11 +57,12 @@ def test_bench_prints_a_table_for_people(package: Path) -> None:
         (["tune", SLUG, "--trials", "1"], "--trials 1"),
         (["tune", SLUG, "--workers", "0"], "--workers 0"),
         (["tune", SLUG, "--sampler", "luck"], "allowed: tpe, gp, random, brute"),
-        (["tune", SLUG, "--join", "other", "--storage", "x"], "neither SPEC"),
+        (["tune", SLUG, "--join", "other", "--storage", "x"], "SPEC would do nothing with --join"),
         (["tune", "--join", "other"], "name --storage"),
         (["tune", "--join", "other", "--storage", "journal.log"], "no journal"),
         (["tune", "--join", "other", "--storage", "sqlite:////proc/x.db"], "--storage"),
         (["tune", SLUG, "--target", "cuda:sm_90"], "cuda:sm_90"),
+        (["tune", SLUG, "--target", "cuda:sm_90", "--roofline-share", "0.9"], "--roofline-share 0.9"),
     ],
 )
 def test_a_wrong_request_ends_with_2_and_one_line(words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,6 +70,36 @@ def test_a_wrong_request_ends_with_2_and_one_line(words: list[str], said: str, t
     result = run(*words)
     assert result.status == 2 and said in result.stderr and len(result.stderr.strip().splitlines()) == 1
     assert not list(tmp_path.iterdir())  # refused before anything was written
+
+
+@pytest.mark.parametrize(
+    ("words", "idle", "takes"),
+    [
+        (["--join", "s", "--storage", "u", "--trials", "5"], "--trials", "--budget, --join, --json, --storage, --workers;"),
+        (["--join", "s", "--storage", "u", "--patience", "20"], "--patience", "--workers"),  # the default, but it was asked for
+        (["--join", "s", "--storage", "u", "--block-size", "32"], "--block-size", "--workers"),
+        (["--join", "s", "--storage", "u", "--model", "m", "--cold-start"], "--model and --warm-start", "--workers"),
+        ([SLUG, "--static", "--storage", "u", "--sampler", "gp"], "--sampler and --storage", "--top"),
+        ([SLUG, "--static", "--shortlist", "f"], "--shortlist", "--workload"),
+        ([SLUG, "--replay", "--workers", "2"], "--workers", "SPEC, --json, --out, --replay, --target, --workload;"),
+        ([SLUG, "--replay", "--static"], "--static", "--out"),
+        ([".", "--replay", "--target", "cpu"], "--target", "SPEC, --json, --replay;"),
+        ([SLUG, "--top", "3"], "--top", "--shortlist"),
+        ([SLUG, "--layouts", "NHD"], "--layouts", "--storage"),
+        ([SLUG, "--layout", "auto", "--workload", "chat", "--top", "3"], "--top", "--block-sizes"),
+    ],
+)
+def test_a_flag_that_would_do_nothing_is_refused(
+    words: list[str], idle: str, takes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = run("tune", *words)
+    assert result.status == 2 and f"pagegen: {idle} would do nothing with " in result.stderr, result.stderr
+    assert takes in result.stderr and result.stderr.count("\n") == 1 and not list(tmp_path.iterdir())
+
+
+def test_every_flag_of_tune_counts_somewhere() -> None:
+    assert inspect.signature(tune.command).parameters.keys() - {"context", "json"} == frozenset().union(*tune.TAKES.values())
 
 
 def test_tune_json_is_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

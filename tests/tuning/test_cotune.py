@@ -248,7 +248,7 @@ def test_the_front_is_drawn(tmp_path: Path, untimed: list[Path]) -> None:
         (["fp32-d8-h2x1-b4-auto", "--workload", "chat", "--block-sizes", "16,x"], "--block-sizes '16,x' are no numbers"),
         (["fp32-d8-h2x1-b4-auto", "--workload", "chat", "--block-sizes", "0"], "change --block-sizes or --layouts"),
         (["fp32-d8-h2x1-b4-auto", "--workload", "chat", "--layouts", "XYZ"], "KV layout 'XYZ' is not known"),
-        (["fp32-d8-h2x1-b4-auto", "--workload", "chat", "--study", "x"], "--storage, --study and --shortlist are for one layout"),
+        (["fp32-d8-h2x1-b4-auto", "--workload", "chat", "--study", "x"], "--study would do nothing with a layout of auto, which takes SPEC, --block-sizes"),
         (["fp32-d8-h2x1-b4-NHD", "--layouts", "NHD"], "set --layout auto"),
         (["fp32-d8-h2x1-b4-auto", "--static"], "set --layout NHD"),
     ],

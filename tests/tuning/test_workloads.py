@@ -89,6 +89,13 @@ def test_what_is_neither_a_file_nor_known_is_refused_with_what_is(tmp_path: Path
         select("decode", SPEC, SCALAR).only(Phase.PREFILL)
 
 
+@pytest.mark.parametrize("name", ["default.yaml", "static.yaml", "package.yml", "chat.yaml", "..yaml", "...yaml"])
+def test_a_file_whose_results_would_lie_among_those_of_another_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="rename the file") as caught:
+        select(str(write(tmp_path / name, "format: 1\npoints: {1x1@1: 1}\n")), SPEC, best_cpu())
+    assert name in str(caught.value) and "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize("point", ["1x1@999999999", "60000x1@999999"])
 @pytest.mark.parametrize("slug", ["bf16-d64-h9x3-b16-NHD", "bf16-d64-h9x3-b16-NHD-w128"])
 def test_a_batch_larger_than_memory_is_refused_before_anything_is_built(point: str, slug: str, tmp_path: Path) -> None:

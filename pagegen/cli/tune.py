@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -84,7 +84,7 @@ def command(
     ] = None,
     sampler: Annotated[
         str,
-        typer.Option("--sampler", metavar="NAME", help="Who proposes configs: tpe, gp (needs scipy), random, or brute: all."),
+        typer.Option("--sampler", metavar="NAME", help="Who proposes configs: tpe, gp (needs scipy), random, or brute: each in turn, --trials of them."),
     ] = "tpe",
     roofline_share: Annotated[
         float | None,
@@ -231,15 +231,7 @@ def command(
         return print_json(document) if json else show_cotune(document, Path(document["report"]))
     _require_fitting(context, "the tuning of one layout")
     trials = TRIALS if trials is None else trials
-    best: dict[str, float] = {}
     with progress(f"tuning {found.slug}", trials) as advance:
-
-        def watch(state: Progress) -> None:
-            if state.best and state.best.score:
-                best[state.bucket] = 1 / state.best.score
-            remark = ", ".join(f"{bucket} {speedup:.2f}x" for bucket, speedup in best.items())
-            advance(state.done, f"best so far: {remark}" if remark else "")
-
         try:
             result = tune(
                 found,
@@ -259,7 +251,7 @@ def command(
                 out=out,
                 seed=seed,
                 shortlist=shortlist,
-                watch=watch,
+                watch=_watcher(advance, trials),
                 say=note,
             )
         except KeyboardInterrupt:
@@ -283,10 +275,24 @@ def _require_fitting(context: typer.Context, way: str) -> None:
         )
 
 
+def _watcher(advance: Callable[[int, str], None], whole: int) -> Callable[[Progress], None]:
+    """Moves a bar that is full at `whole`, and has it say the best of each bucket."""
+    best: dict[str, float] = {}
+
+    def watch(state: Progress) -> None:
+        if state.best and state.best.score:
+            best[state.bucket] = 1 / state.best.score
+        remark = ", ".join(f"{bucket} {speedup:.2f}x" for bucket, speedup in best.items())
+        advance(whole * state.done // state.total, f"best so far: {remark}" if remark else "")
+
+    return watch
+
+
 def _join(study: str, storage: str, budget: float | None, workers: int, json: bool) -> None:
     from pagegen.tuning.joining import join
 
-    document = join(study, storage, budget=budget, workers=workers, say=note)
+    with progress(f"study {study}", 100) as advance:
+        document = join(study, storage, budget=budget, workers=workers, watch=_watcher(advance, 100), say=note)
     if json:
         print_json(document)
     else:

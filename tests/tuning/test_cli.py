@@ -1,18 +1,22 @@
 """The commands `tune` and `bench kernel` on the command line."""
 
+import contextlib
 import inspect
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pagegen.cli import tune
 from pagegen.package import write_package
-from pagegen.records import DispatchTable
+from pagegen.records import DispatchTable, Evaluation, Status
 from pagegen.spec import PAGED_OPS, parse_slug
 from pagegen.target import best_cpu
-from pagegen.tuning import job
+from pagegen.tuning import job, joining
 from pagegen.tuning.job import _packaged
+from pagegen.tuning.search import Progress
 from tests.cli.helpers import run
 
 SLUG = "fp32-d8-h2x1-b4-NHD"
@@ -100,6 +104,20 @@ def test_a_flag_that_would_do_nothing_is_refused(
 
 def test_every_flag_of_tune_counts_somewhere() -> None:
     assert inspect.signature(tune.command).parameters.keys() - {"context", "json"} == frozenset().union(*tune.TAKES.values())
+
+
+def test_who_joins_sees_how_far_the_study_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, str]] = []
+
+    def joined(study: str, storage: str, *, watch: Callable[[Progress], None], **_: object) -> dict[str, Any]:
+        best = Evaluation(Status.PASSED, {}, score=0.8)
+        watch(Progress("decode", best, best, 10, 40))
+        return {"made": 1, "trials": {}, "counts": {}}
+
+    monkeypatch.setattr(joining, "join", joined)
+    monkeypatch.setattr(tune, "progress", lambda *_: contextlib.nullcontext(lambda *said: seen.append(said)))
+    assert run("tune", "--join", "s", "--storage", "u").status == 0
+    assert seen == [(25, "best so far: decode 1.25x")]
 
 
 def test_tune_json_is_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

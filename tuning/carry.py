@@ -43,10 +43,10 @@ class Kept:
         facts["warm_start"] = [each for each in its.get("warm_start", []) if each["phase"] in self.phases] + mine["warm_start"]
         facts["carried"] = {phase.value: len(self.record.trials[phase]) for phase in self.phases}
         timed = sum(len(plain["points"]) for plain in facts["workloads"].values())
-        parts = {name: both(its["workload"].get(name, {}), mine["workload"][name]) for name in ("digests", "spans", "moved")}
+        parts = {name: both(its["workload"].get(name, {}), mine["workload"].get(name, {})) for name in ("digests", "spans", "moved")}
         facts["workload"] = {**mine["workload"], "timed": timed, **parts}
-        rounds = (both(getattr(self.record, name), getattr(record, name)) for name in ("trials", "finals", "contest"))
-        return Record(facts, *rounds)
+        measured = ("trials", "finals", "contest", "unevaluated")
+        return Record(facts, *(both(getattr(self.record, name), getattr(record, name)) for name in measured))
 
 
 def keep(

@@ -26,7 +26,7 @@ from pagegen.tuning.evaluate import Evaluator
 from pagegen.tuning.inherit import explained, inherit
 from pagegen.tuning.joining import Job, studies, tally, tell_waiting
 from pagegen.tuning.measure import Measurement
-from pagegen.tuning.record import FORMAT, TUNE, Record, Rounds, to_keep, write_record, write_trials
+from pagegen.tuning.record import FORMAT, TUNE, Record, Rounds, to_keep, write_record, write_trials, write_unevaluated
 from pagegen.tuning.report import write_report
 from pagegen.tuning.roofline import measure_roofline
 from pagegen.tuning.sampling import require_sampler
@@ -145,7 +145,9 @@ def tune(
             finally:  # however it ends; a record that was finished stays whole until another one is
                 if not (folder / TUNE).exists():
                     write_trials(folder, [(each.name, *row) for each in found.values() for row in each.evaluations])
+                    write_unevaluated(folder, [(each.name, row) for each in found.values() for row in each.unevaluated])
             trials_of = {each: found[each].evaluations for each in phases}
+            unevaluated = {each: found[each].unevaluated for each in phases}
             facts = {
                 "studies": {bucket: each.name for bucket, each in found.items()},
                 "ancestors": {bucket: [each.to_dict() for each in older] for bucket, older in ancestors.items()},
@@ -172,7 +174,7 @@ def tune(
         }
     before, kept = kept, others()  # anew: another process may have tuned one of them meanwhile
     _tell(say, [line for line in kept.lines if line not in before.lines])
-    record = kept.joined(Record(facts, trials_of, finals, contest))
+    record = kept.joined(Record(facts, trials_of, finals, contest, unevaluated))
     decided = decide(record)
     document = {**record.facts, **decided.document}
     package = _write_package(folder / "package", spec, where, evaluator.default, decided, document)

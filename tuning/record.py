@@ -1,8 +1,9 @@
 """The record of a tuning run: all that was measured, so that everything decided from it can be decided again.
 
-    results/<target>/<spec>/  tune.json      facts of the run and what was decided (docs/record-format.md)
-                              trials.jsonl   every trial: its config, status and reason, timings, environment
-                              timings.jsonl  every round of the finalists and of the contest, sample by sample
+    results/<target>/<spec>/  tune.json          facts of the run and what was decided (docs/record-format.md)
+                              trials.jsonl       every evaluation: its config, status and reason, timings, environment
+                              unevaluated.jsonl  every other trial that ended, and why
+                              timings.jsonl      every round of the finalists and of the contest, sample by sample
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from pagegen.tuning.roofline import Roofline
 from pagegen.tuning.workload import Point, Workload
 
 FORMAT = 2
-TUNE, TRIALS, TIMINGS = "tune.json", "trials.jsonl", "timings.jsonl"
+TUNE, TRIALS, UNEVALUATED, TIMINGS = "tune.json", "trials.jsonl", "unevaluated.jsonl", "timings.jsonl"
 FACTS: Mapping[str, type] = {
     "format": int,
     "spec": dict,
@@ -54,6 +55,7 @@ class Record:
     trials: Mapping[Phase, Sequence[tuple[int, Evaluation]]]
     finals: Rounds  # the finalists side by side, anchored at the default
     contest: Rounds  # fresh data: what the table serves, the default and torch SDPA
+    unevaluated: Mapping[Phase, Sequence[Mapping[str, Any]]] = dataclasses.field(default_factory=dict)  # other trials, and why
 
     @functools.cached_property
     def spec(self) -> KernelSpec:
@@ -95,7 +97,12 @@ def write_record(folder: Path, record: Record, decided: Mapping[str, Any]) -> di
         for phase, measured in rounds.items()
         for point, measurement in measured.items()
     ]
-    files = {TRIALS: write_trials(folder, trials), TIMINGS: _write_lines(folder / TIMINGS, timings)}
+    others = [(names[phase.value], other) for phase, found in record.unevaluated.items() for other in found]
+    files = {
+        TRIALS: write_trials(folder, trials),
+        UNEVALUATED: write_unevaluated(folder, others),
+        TIMINGS: _write_lines(folder / TIMINGS, timings),
+    }
     document = {**record.facts, **decided, "files": files}
     write_atomic(folder / TUNE, json.dumps(document, indent=1, allow_nan=False) + "\n")
     return document
@@ -106,6 +113,11 @@ def write_trials(folder: Path, rows: Sequence[tuple[str, int, Evaluation]]) -> s
     return _write_lines(folder / TRIALS, [{"study": study, "trial": number, **found.to_dict()} for study, number, found in rows])
 
 
+def write_unevaluated(folder: Path, rows: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+    """Writes (study, what `BucketStudy.unevaluated` says) to unevaluated.jsonl; answers the file's SHA-256."""
+    return _write_lines(folder / UNEVALUATED, [{"study": study, **other} for study, other in rows])
+
+
 def read_record(folder: Path) -> tuple[Record, dict[str, Any]]:
     """The record in `folder` and its tune.json as it is.
 
@@ -113,11 +125,15 @@ def read_record(folder: Path) -> tuple[Record, dict[str, Any]]:
     """
     document = _document(folder)
     try:
-        lines = {name: _lines(folder / name, document.get("files", {}).get(name)) for name in (TRIALS, TIMINGS)}
+        files = {TRIALS: None, TIMINGS: None, **document.get("files", {})}  # older records name none
+        lines = {name: _lines(folder / name, digest) for name, digest in files.items()}
         studies = {name: Phase(phase) for phase, name in document["studies"].items()}
         trials: dict[Phase, list[tuple[int, Evaluation]]] = {phase: [] for phase in studies.values()}
         for line in lines[TRIALS]:
             trials[studies[line.pop("study")]].append((line.pop("trial"), Evaluation.from_dict(line)))
+        others: dict[Phase, list[Mapping[str, Any]]] = {}
+        for line in lines.get(UNEVALUATED, ()):
+            others.setdefault(studies[line.pop("study")], []).append(line)
         rounds: dict[str, dict[Phase, dict[Point, Measurement]]] = {"finals": {}, "contest": {}}
         points = {
             (phase, point): Point.parse(point, weight)
@@ -131,7 +147,7 @@ def read_record(folder: Path) -> tuple[Record, dict[str, Any]]:
         if count != known:  # all there is to go by in a record without digests
             raise OtherRun(f"{TRIALS} holds {count} trials, the decision was made from {known}")
         facts = {name: value for name, value in document.items() if name in FACTS or name in LATER}
-        record = Record(facts, trials, **rounds)
+        record = Record(facts, trials, **rounds, unevaluated=others)
         _check(record)
     except OtherRun as error:
         raise ConfigError(f"record {folder} is of several runs: {error}; run `pagegen tune` again, to its end") from None

@@ -111,6 +111,24 @@ class BucketStudy:
         return sorted(self._book(self._read()).evaluated.values(), key=lambda row: row[0])
 
     @property
+    def unevaluated(self) -> list[dict[str, Any]]:
+        """`trial`, `status`, `reason` and `config` (None if it was not chosen to its end) of what ended without an evaluation."""
+        found = []
+        for trial in self._read():
+            notes, params = trial.user_attrs, trial.system_attrs.get("fixed_params", trial.params)
+            if not trial.state.is_finished() or "evaluation" in notes:
+                continue
+            if "duplicate_of" in notes:
+                status, reason = "DUPLICATE", f"of trial {notes['duplicate_of']}"
+            elif "refused" in notes:
+                status, reason = "REFUSED", notes["refused"]
+            else:
+                status, reason = "ENDED", notes.get("ended", "")
+            config = self._coding.decode(params).to_dict() if self._coding.fits(params) else None
+            found.append({"trial": trial.number, "status": status, "reason": reason, "config": config})
+        return found
+
+    @property
     def holders(self) -> list[str]:
         """Who else has a trial at work, as `host:process:token`; "" for one that is being chosen."""
         running = [trial for trial in self._read() if trial.state is TrialState.RUNNING]

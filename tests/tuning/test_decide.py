@@ -14,6 +14,7 @@ import pytest
 from pagegen.errors import ConfigError
 from pagegen.records import BatchShape
 from pagegen.spec import Phase
+from pagegen.tuning.carry import Kept
 from pagegen.tuning.decide import DEFAULT, Decision, decide, propose
 from pagegen.tuning.measure import Interval, Measurement
 from pagegen.tuning.record import FORMAT, find_record, read_record
@@ -115,6 +116,17 @@ def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
     record = make_record(seed=1)
     write(tmp_path, record)
     assert read_record(tmp_path)[0] == record
+
+
+def test_trials_without_an_evaluation_are_in_the_record_and_are_kept_with_their_phase(tmp_path: Path) -> None:
+    lost = {"trial": 7, "status": "ENDED", "reason": "lost", "config": {"tile": 3}}
+    refused = {"trial": 8, "status": "REFUSED", "reason": "too large", "config": None}
+    record = dataclasses.replace(make_record(), unevaluated={Phase.DECODE: [lost], Phase.PREFILL: [refused]})
+    write(tmp_path, record)
+    assert read_record(tmp_path)[0] == record
+    alone = make_record({Phase.DECODE: TILES[Phase.DECODE]})
+    alone = dataclasses.replace(alone, facts={"warm_start": [], "stopped": {}, **alone.facts})
+    assert Kept(record, (Phase.PREFILL,)).joined(alone).unevaluated == {Phase.PREFILL: [refused]}
 
 
 def test_the_recorded_fixture_is_decided_again_byte_for_byte(copy: Path) -> None:

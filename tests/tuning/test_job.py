@@ -69,6 +69,8 @@ def test_a_run_ends_with_a_package_and_a_record_that_adds_up(tmp_path: Path) -> 
     assert len(lines) == 4 and len({(line.pop("study"), line.pop("trial")) for line in lines}) == 4
     assert all(Evaluation.from_dict(line).environment["hardware"] for line in lines)
     assert json.loads((folder / "tune.json").read_text()) == json.loads(json.dumps(document))
+    untried = [json.loads(line) for line in (folder / "unevaluated.jsonl").read_text().splitlines()]
+    assert all(each["status"] in ("REFUSED", "DUPLICATE") and each["reason"] for each in untried)
     report = result.report.read_text()
     assert "sdpa folded" in report and "PASSED" in report and "s a candidate after compilation" in report
     recorded = (folder / "tune.json").read_bytes()

@@ -443,7 +443,7 @@ def test_f07_where_all_fail_there_is_one_error_and_nothing_is_written(tmp_path: 
         tune(SPEC, phase=Phase.DECODE, trials=4, out=tmp_path)
     assert "\n" not in str(caught.value)
     written = {path.name for path in tmp_path.rglob("*") if path.is_file()}
-    assert written <= {"journal.log", "journal.log.lock", "trials.jsonl"}
+    assert written <= {"journal.log", "journal.log.lock", "trials.jsonl", "unevaluated.jsonl"}
 
 
 # --- F08: a machine without a name ------------------------------------------------------------------------------------

@@ -418,3 +418,30 @@ def test_eight_processes_open_one_new_storage_at_once(tmp_path: Path, kind: str)
     assert [trial.number for trial in study._study.get_trials()] == list(range(len(study._study.trials)))
     assert study.ranked()[0].score == min(found.score for _, found in study.evaluations if found.score is not None)
     study.close()
+
+
+# --- the books -------------------------------------------------------------------------------------------------------
+
+
+def test_every_trial_that_ended_has_an_evaluation_or_says_why_not(storage: BaseStorage) -> None:
+    space = ConfigSpace(SPACE.knobs, (Constraint(lambda values: values["unroll"] != 4, "unroll 4 needs registers"),))
+    study = BucketStudy(storage, "s", space, {}, total=4)
+    broken = Config(tuple({**space.default.to_dict(), "unroll": 4}.items()))
+    claim = study.claim()
+    assert claim and claim.config == space.default
+    study.finish(claim, score(claim.config))
+    for config in (broken, space.default):
+        study._study.enqueue_trial(study._coding.encode(config))
+    interrupted = study.claim()
+    assert interrupted
+    study.release(interrupted)
+    lost = study.claim()
+    assert lost and study._end(lost.trial._trial_id, "lost")
+    study.close()
+    told = {each["trial"]: (each["status"], each["reason"], each["config"]) for each in study.unevaluated}
+    assert ("REFUSED", "unroll 4 needs registers", broken.to_dict()) in told.values()
+    assert ("DUPLICATE", f"of trial {claim.trial.number}", space.default.to_dict()) in told.values()
+    assert told[interrupted.trial.number] == ("ENDED", "interrupted", interrupted.config.to_dict())
+    assert told[lost.trial.number] == ("ENDED", "lost", lost.config.to_dict())
+    ended = {trial.number for trial in study._study.trials if trial.state.is_finished()}
+    assert ended == told.keys() | {number for number, _ in study.evaluations}

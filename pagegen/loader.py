@@ -36,7 +36,7 @@ from .kernel import (
 from .paths import cache_dir, write_atomic
 from .records import BatchShape, DispatchTable
 from .spec import PAGED_OPS, KernelSpec, Op, Phase, parse_slug
-from .target import Fingerprint, Target, detect, detect_gpu, hardware_fingerprint, is_present, parse_target
+from .target import Fingerprint, Target, detect, detect_gpu, hardware_fingerprint, is_present, is_same, parse_target
 from .transfer import AnyKernel
 
 FORMAT = 1
@@ -329,7 +329,8 @@ class PackagedKernels:
             here = {"device": detect().device, "target": ", ".join(f"cpu:{isa}" for isa in detect().isa) or None}
         else:
             here = {"device": torch.cuda.get_device_name(0) if gpu else None, "target": gpu.name if gpu else None}
-        differing = [f"{field}: {made[field]!r} there, {here[field]!r} here" for field in made if here.get(field, made[field]) != made[field]]
+        apart = [field for field in made if not is_same(field, here.get(field, made[field]), made[field])]
+        differing = [f"{field}: {made[field]!r} there, {here[field]!r} here" for field in apart]
         if differing:
             raise PackageError(
                 f"package {self.name} was made for other hardware ({'; '.join(differing)}); make the right one with "

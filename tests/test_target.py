@@ -216,6 +216,23 @@ def test_a_fingerprint_holds_what_a_tuned_choice_rests_on() -> None:
     assert found["quota"] is None or math.isfinite(found["quota"])
 
 
+@pytest.mark.parametrize(
+    ("mine", "theirs", "same"),
+    [
+        ("A100-SXM4-40GB", "NVIDIA A100-SXM4-40GB", True),  # drivers before and since 470
+        ("Tesla V100-SXM2-16GB", "tesla  V100-SXM2-16GB ", True),
+        ("Intel(R) Xeon(R) Gold 6130 CPU @ 2.10GHz", "Intel Xeon\u00ae Gold 6130 CPU @ 2.10GHz", True),
+        ("NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB", False),
+        ("Intel(R) Xeon(R) Gold 6130 CPU", "Intel(R) Xeon(R) Gold 6130T CPU", False),
+        ("AMD EPYC 9554", "AMD EPYC 9554 Processor", False),  # nobody says that a word more means nothing
+        ("NVIDIA", "AMD", False),
+    ],
+)
+def test_a_device_is_the_same_however_its_name_is_spelt(mine: str, theirs: str, same: bool) -> None:
+    one, other = ({"device": device, "cores": 2} for device in (mine, theirs))
+    assert (Fingerprint(one, {}).differences(Fingerprint(other, {}))[0] == []) is same
+
+
 def test_fingerprints_differ_field_by_field_and_half_by_half() -> None:
     mine = Fingerprint({"device": "A", "cores": 2}, {"torch": "2.13"})
     same = Fingerprint({"cores": 2, "device": "A"}, {"torch": "2.13"})

@@ -435,7 +435,7 @@ def _without_metadata(manifest: dict[str, Any]) -> None:
 
 STRANGERS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "another device": (lambda m: m["fingerprint"]["hardware"].update(device="B"), "other hardware .*device: 'B'"),
-    "an alias of the device": (
+    "nearly the same name": (
         lambda m: m["fingerprint"]["hardware"].update(device=m["fingerprint"]["hardware"]["device"] + " Processor"),
         "other hardware .*device: ",
     ),
@@ -462,6 +462,20 @@ def test_f08_only_what_was_tuned_for_exactly_this_is_found_and_nothing_else_is_t
         warnings.simplefilter("ignore")
         assert find_package(SPEC, HERE) == mine
     assert tree(stranger) == before
+
+
+@pytest.mark.usefixtures("empty_cache")
+def test_f08_what_was_tuned_under_another_spelling_of_the_device_is_found_and_serves(package: Path) -> None:
+    def rename(manifest: dict[str, Any]) -> None:
+        hardware = manifest["fingerprint"]["hardware"]
+        hardware["device"] = f"  {hardware['device'].upper()} (TM)"
+
+    edit_manifest(package, rename)
+    installed = install_package(package)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert find_package(SPEC, HERE) == installed
+    assert check_kernels(load_package(installed)).reason == ""
 
 
 # --- verify and show -------------------------------------------------------------------------------------------------

@@ -109,6 +109,8 @@ ANSWERS: dict[str, tuple[str, ...]] = {
     ),
     "F08 a tuned file of another device, version or variant (TensorRT-LLM PR 17664, flashinfer PRs 3367, 3970, vLLM issue 50436)": (
         "package.test_package.test_f08_only_what_was_tuned_for_exactly_this_is_found_and_nothing_else_is_touched",
+        "package.test_package.test_f08_what_was_tuned_under_another_spelling_of_the_device_is_found_and_serves",
+        "test_target.test_a_device_is_the_same_however_its_name_is_spelt",
         f"{HERE}.test_f08_two_machines_without_a_name_are_not_the_same",
         "package.test_package.test_packages_of_two_machines_share_a_cache",
         "tuning.test_inherit.test_under_another_toolchain_or_machine_nothing_holds_and_the_field_is_named",

@@ -38,6 +38,7 @@ from pagegen.spec import KernelSpec, KVLayout, Op, Phase
 from pagegen.target import Target, detect, parse_target, require_present
 from pagegen.transfer import block_bytes
 from pagegen.tuning.job import TuneResult, results_folder, tune
+from pagegen.tuning.machine import working
 from pagegen.tuning.measure import Call, Interval, Measurement, mean_of_medians, measure, stopwatch_for
 from pagegen.tuning.workload import COLD_SHARE, Inputs, Point, Pool, cold_bytes_on
 from pagegen.tuning.workloads import Selection, select_phases
@@ -172,11 +173,13 @@ def compare(
     points = tuple(point for each in selection.workloads.values() for point in each.points)
     free = free_bytes()
     size = cold_bytes_on(device) if free is None else min(cold_bytes_on(device), free // COLD_SHARE // len(packages))
-    pools = {name: Pool.for_points(kernels.spec, points, size, device) for name, kernels in packages.items()}
+    with working():
+        pools = {name: Pool.for_points(kernels.spec, points, size, device) for name, kernels in packages.items()}
     measured = {}
     for workload in selection.workloads.values():
         for point in workload.points:
-            calls = dict(_calls(packages, target, pools, point, workload.warm))
+            with working():  # write_kv is built for the first batch
+                calls = dict(_calls(packages, target, pools, point, workload.warm))
             measured[point] = measure(calls, next(iter(calls)), seconds=SECONDS * len(packages), stopwatch=stopwatch_for(device))
     copying = {name: _copying(kernels, pools[name]) for name, kernels in packages.items()}
     copied = measure(copying, next(iter(copying)), seconds=SECONDS * len(packages), stopwatch=stopwatch_for(device))

@@ -177,7 +177,8 @@ def tune(
     record = kept.joined(Record(facts, trials_of, finals, contest, unevaluated))
     decided = decide(record)
     document = {**record.facts, **decided.document}
-    package = _write_package(folder / "package", spec, where, evaluator.default, decided, document)
+    with evaluator.busy():  # it compiles what the cache has lost, write_kv and copy_blocks
+        package = _write_package(folder / "package", spec, where, evaluator.default, decided, document)
     installed = _install(package, spec, where, decided, say) if install else None
     places = {"package": str(package), "installed": str(installed) if installed else None, "report": str(folder / "report.md")}
     document = write_record(folder, record, {**decided.document, **places})

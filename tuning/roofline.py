@@ -19,7 +19,7 @@ from pagegen.memory import free_bytes
 from pagegen.paths import TEMPLATES
 from pagegen.spec import DType, KernelSpec
 from pagegen.target import Hardware, Target, best_cpu, detect
-from pagegen.tuning.machine import Disturbance
+from pagegen.tuning.machine import Disturbance, working
 from pagegen.tuning.measure import Interval, measure
 from pagegen.tuning.workload import Point, cold_bytes
 
@@ -154,24 +154,25 @@ def measure_roofline(target: Target | None = None, *, seconds: float = 2.0) -> R
 
     Raises BuildError if there is no compiler.
     """
-    loops, hardware, free = limits(target or best_cpu()), detect(), free_bytes()
-    counts = thread_counts(hardware.threads)
-    by_count = {count: level_sizes(hardware, count, free) for count in counts}
-    levels = {level: {count: by_count[count][level] for count in counts} for level in by_count[counts[0]]}
-    memory = allocate_bytes(max(size for sizes in levels.values() for size in sizes.values()))
-    memory.fill_(1)
-    calls: dict[str, Callable[[], object]] = {}
-    work: dict[str, int] = {}
-    for level, sizes in levels.items():
-        for count, size in sizes.items():
-            repeats = max(1, math.ceil(CALL_BYTES / size))
-            calls[f"{level} {count}"] = functools.partial(loops.read, memory.data_ptr(), size, count, repeats)
-            work[f"{level} {count}"] = size * repeats
-    for name, loop in (("fp32", loops.fma), ("bf16", loops.bf16)):
-        for count in counts:
-            if operations := loop(count):
-                calls[f"{name} {count}"] = functools.partial(loop, count)
-                work[f"{name} {count}"] = operations
+    with working():  # it compiles, and runs the loops once to count their operations
+        loops, hardware, free = limits(target or best_cpu()), detect(), free_bytes()
+        counts = thread_counts(hardware.threads)
+        by_count = {count: level_sizes(hardware, count, free) for count in counts}
+        levels = {level: {count: by_count[count][level] for count in counts} for level in by_count[counts[0]]}
+        memory = allocate_bytes(max(size for sizes in levels.values() for size in sizes.values()))
+        memory.fill_(1)
+        calls: dict[str, Callable[[], object]] = {}
+        work: dict[str, int] = {}
+        for level, sizes in levels.items():
+            for count, size in sizes.items():
+                repeats = max(1, math.ceil(CALL_BYTES / size))
+                calls[f"{level} {count}"] = functools.partial(loops.read, memory.data_ptr(), size, count, repeats)
+                work[f"{level} {count}"] = size * repeats
+        for name, loop in (("fp32", loops.fma), ("bf16", loops.bf16)):
+            for count in counts:
+                if operations := loop(count):
+                    calls[f"{name} {count}"] = functools.partial(loop, count)
+                    work[f"{name} {count}"] = operations
     taken = measure({name: _silent(call) for name, call in calls.items()}, next(iter(calls)), seconds=seconds)
 
     def rate(name: str) -> Interval:

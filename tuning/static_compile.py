@@ -19,6 +19,7 @@ from pagegen.resources import KeptResources, Resources, gpu_resources
 from pagegen.space import Config
 from pagegen.spec import KernelSpec, Op
 from pagegen.target import Target, parse_target
+from pagegen.tuning.machine import working
 from pagegen.tuning.static_gpu import MERGE, Launch
 from pagegen.tuning.static_model import Launches
 from pagegen.tuning.workload import Point
@@ -38,6 +39,11 @@ class Job:
 
 def compile_candidate(job: Job) -> Launches | str:
     """What the candidate launches for every batch, by its name; or why it does not compile."""
+    with working(say=lambda line: None):  # a CPU's timing beside it would not be alone
+        return _launches(job)
+
+
+def _launches(job: Job) -> Launches | str:
     target = parse_target(job.target)
     try:
         source = render(variant(Op.ATTEND, job.spec, target, job.config))

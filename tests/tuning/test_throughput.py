@@ -11,30 +11,34 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
+from pagegen.build import build, build_kernels
 from pagegen.catalog import template_for
 from pagegen.check import CheckReport
 from pagegen.errors import BuildError
 from pagegen.records import Evaluation, Status
 from pagegen.render import Source
 from pagegen.space import Config
-from pagegen.spec import DType, KernelSpec, Op, Phase
-from pagegen.target import best_cpu
-from pagegen.tuning import crew, evaluate
+from pagegen.spec import DType, KernelSpec, Op, Phase, parse_slug
+from pagegen.target import best_cpu, parse_target
+from pagegen.tuning import cotune, crew, evaluate, job, roofline, static_compile
 from pagegen.tuning.evaluate import Evaluator, Timer
 from pagegen.tuning.measure import Interval, Measurement, geomean_of_medians
 from pagegen.tuning.search import search
 from pagegen.tuning.storage import open_storage
 from pagegen.tuning.study import BucketStudy
-from pagegen.tuning.workload import Point, Workload
+from pagegen.tuning.workload import Point, Pool, Workload
+from pagegen.tuning.workloads import Selection
 
 from .fake_tune import SPACE as BOWL
 from .fake_tune import score
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "tuner_throughput.py"
 SPEC = KernelSpec(q_heads=2, kv_heads=1, head_dim=8, dtype=DType.FP32, block_size=4)
+GPU_SPEC = parse_slug("bf16-d64-h4x2-b16-NHD")[0]
 DECODE = Workload(Phase.DECODE, (Point.parse("2x1@37"), Point.parse("3x1@80")))
 SPACE = template_for(Op.ATTEND, SPEC, best_cpu()).space(SPEC, best_cpu())
 OTHER = SPACE.config({"tile_kv": 16})
@@ -153,6 +157,77 @@ def test_a_worker_loads_what_it_needs_while_nobody_times(monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "pagegen.tuning.joining", Slow("joining"))
     monkeypatch.setattr(crew, "working", locks.lock("work"))
     assert crew._loaded_join() is len and ("load", "work") in locks.done and {held for _, held in locks.done} == {"work"}
+
+
+def test_a_package_s_kernels_are_compiled_while_nobody_times(locks: Locks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def packaged(*_: object) -> Path:
+        locks.note("compile the package")
+        return tmp_path
+
+    monkeypatch.setattr(job, "measure_roofline", lambda *_, **__: None)
+    monkeypatch.setattr(job, "_write_package", packaged)
+    job.tune(SPEC, target="cpu:scalar", phase=Phase.DECODE, trials=1, out=tmp_path, warm_start=False, install=False)
+    assert [held for what, held in locks.done if what == "compile the package"] == ["work"]
+
+
+def test_the_roofline_s_loops_are_compiled_and_counted_while_nobody_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    locks = Locks()
+
+    class Loops:
+        def __init__(self, *_: object) -> None:
+            locks.note("compile")
+
+        def fma(self, threads: int) -> int:
+            locks.note("count")
+            return 1
+
+        bf16 = read = fma
+
+    def timed(calls: dict[str, Callable[[], None]], anchor: str, **_: object) -> Measurement:
+        locks.note("time")  # which takes its lock itself
+        return Measurement(anchor, {name: (1.0,) * 5 for name in calls})
+
+    monkeypatch.setattr(roofline, "working", locks.lock("work"))
+    monkeypatch.setattr(roofline, "limits", Loops)
+    monkeypatch.setattr(roofline, "measure", timed)
+    roofline.measure_roofline(best_cpu())
+    assert set(locks.done) == {("compile", "work"), ("count", "work"), ("time", "")}
+
+
+def test_pairs_are_built_and_their_pools_filled_while_nobody_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    locks, scalar = Locks(), parse_target("cpu:scalar")
+
+    def noted(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*words: Any, **options: Any) -> Any:
+            locks.note(what)
+            return function(*words, **options)
+
+        return call
+
+    def timed(calls: dict[str, Callable[[], None]], anchor: str, **_: object) -> Measurement:
+        return Measurement(anchor, {name: (1.0,) * 5 for name in calls})
+
+    monkeypatch.setattr(cotune, "working", locks.lock("work"))
+    monkeypatch.setattr(cotune, "build", noted("build", build))
+    monkeypatch.setattr(Pool, "for_points", noted("fill", Pool.for_points))
+    monkeypatch.setattr(cotune, "measure", noted("time", timed))
+    monkeypatch.setattr(cotune, "cold_bytes_on", lambda device: 1 << 16)
+    cotune.compare({"b4-NHD": build_kernels(SPEC, scalar)}, scalar, Selection("w", {Phase.DECODE: DECODE}, 2))
+    assert set(locks.done) == {("fill", "work"), ("build", "work"), ("time", "")}
+
+
+def test_candidates_of_an_absent_gpu_are_compiled_while_nobody_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    locks, target = Locks(), parse_target("cuda:sm_90")
+
+    def refuse(*_: object) -> object:
+        locks.note("compile")
+        raise BuildError("the compiler said no")
+
+    monkeypatch.setattr(static_compile, "working", locks.lock("work"))
+    monkeypatch.setattr(static_compile, "attend_calls", refuse)
+    default = template_for(Op.ATTEND, GPU_SPEC, target).space(GPU_SPEC, target).default
+    made = static_compile.compile_candidate(static_compile.Job(GPU_SPEC, target.name, default, DECODE.points))
+    assert made == "the compiler said no" and locks.done == [("compile", "work")]
 
 
 def test_two_evaluators_build_side_by_side_and_neither_beside_the_others_timing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,25 @@
 """Tuners that share a study over a server: as over a journal, but the processes need no common file."""
 
-from collections.abc import Iterator
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from optuna.trial import TrialState
 
+from pagegen.catalog import template_for
 from pagegen.errors import ConfigError
+from pagegen.package import verify_package
+from pagegen.space import Config
+from pagegen.spec import Op, Phase, parse_slug
+from pagegen.target import best_cpu
+from pagegen.tuning.lease import holder
+from pagegen.tuning.record import read_record
+from pagegen.tuning.sampling import Coding
 from pagegen.tuning.search import search
 from pagegen.tuning.storage import in_reach, open_storage
 from pagegen.tuning.study import BucketStudy
@@ -13,6 +27,11 @@ from pagegen.tuning.study import BucketStudy
 from . import postgres
 from .fake_tune import SPACE, score
 from .test_search import DEAD_BEAT, ended, kill, start_tuner, until_it_hangs
+
+ROOT = Path(__file__).parents[2]
+SMALL, SMALL_ON = parse_slug("fp32-d8-h2x1-b4-NHD")[0], best_cpu()
+SMALL_SPACE = template_for(Op.ATTEND, SMALL, SMALL_ON).space(SMALL, SMALL_ON)
+TRIALS = 12
 
 pytestmark = pytest.mark.skipif(bool(postgres.missing()), reason=postgres.missing())
 
@@ -37,6 +56,59 @@ def test_two_workers_share_a_study_and_one_that_is_killed_loses_the_trial_in_fli
     study = BucketStudy(open_storage(url, tmp_path), "fake", SPACE, {}, total=12)
     assert (study.resumed, study.lost, study.holders, study.claim()) == (12, 0, [], None)
     study.close()
+
+
+def in_flight(url: str, process: int) -> Config | None:
+    """What a process of this machine evaluates of the one study that a database holds."""
+    storage = open_storage(url, Path.cwd())
+    for study in storage.get_all_studies():
+        for trial in storage.get_all_trials(study._study_id, deepcopy=False, states=(TrialState.RUNNING,)):
+            if holder(trial).split(":")[1:2] == [str(process)]:
+                return Coding(SMALL_SPACE).decode(trial.params or trial.system_attrs["fixed_params"])
+    return None
+
+
+def until(found: Callable[[], Config | None], *alive: subprocess.Popen[str]) -> Config:
+    """What is found at last, while processes run that have nothing to say if all is well."""
+    while not (answer := found()):
+        for process in alive:
+            assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    return answer
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_of_two_pagegen_tune_over_a_server_the_one_that_goes_on_ends_what_the_other_had_begun(url: str, tmp_path: Path) -> None:
+    """The commands themselves, with real kernels; who joined is killed in the middle of its second trial."""
+    (tmp_path / "small.yaml").write_text("format: 1\nphase: decode\npoints: {2x1@37: 1, 3x1@80: 2}\n")
+    own = {"PAGEGEN_TIMING_LOCK": str(tmp_path / "lock"), "PAGEGEN_CACHE": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
+
+    def start(*words: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "pagegen", "tune", *words, "--storage", url, "--json"]
+        return subprocess.Popen(
+            command, env={**os.environ, **own}, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+    opener = start(SMALL.slug, "--target", SMALL_ON.name, "--workload", "small.yaml", "--trials", str(TRIALS), "--study", "s")
+    joiner = None
+    try:
+        until(lambda: in_flight(url, opener.pid), opener)
+        joiner = start("--join", "s")
+        first = until(lambda: in_flight(url, joiner.pid), opener, joiner)
+        doomed = until(lambda: None if (now := in_flight(url, joiner.pid)) == first else now, opener, joiner)
+        joiner.kill()
+        said = opener.communicate(timeout=1500)
+    finally:
+        for process in [opener, *([joiner] if joiner else [])]:
+            process.kill()
+    assert opener.returncode == 0, said
+    document = json.loads(said[0])
+    assert document["trials"] == {"resumed": 0, "new": TRIALS, "lost": 1} and sum(document["counts"].values()) == TRIALS
+    record, _ = read_record(tmp_path / Path(document["report"]).parent)
+    tried = [Config(tuple(found.config.items())) for _, found in record.trials[Phase.DECODE]]
+    assert len(set(tried)) == len(tried) == TRIALS and doomed in tried and first in tried
+    assert verify_package(tmp_path / document["package"]) == verify_package(Path(document["installed"])) == []
 
 
 @pytest.mark.long

@@ -370,18 +370,8 @@ class Truth:
 # --- the replay ------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Found(StopRule):
-    """Ends a search when a good config is among its finalists."""
-
-    truth: Truth | None = None
-
-    def reason(self, evaluations: Sequence[Evaluation], total: int) -> str:
-        truth = self.truth
-        assert truth
-        finalists = choose_finalists(evaluations, truth.space.default, truth.workload.points)
-        known = {config_of(found) for found in evaluations}  # the default is a finalist before it was measured
-        return "found" if any(config in truth.good for config in finalists.values() if config in known) else ""
+class Found(Exception):
+    """Ends a search: a good config is among its finalists."""
 
 
 def trials_until_found(truth: Truth, sampler: str, seed: int, first: Sequence[Config] = (), most: int | None = None) -> int:
@@ -390,8 +380,18 @@ def trials_until_found(truth: Truth, sampler: str, seed: int, first: Sequence[Co
     storage, total = optuna.storages.InMemoryStorage(), min(len(truth.once), most or len(truth.once))
     study = BucketStudy(storage, truth.name, truth.space, {}, seed=seed, total=total, sampler=sampler)
     study.enqueue(first)
+
+    def watch(_: Progress) -> None:
+        evaluations = study.by_trial()
+        finalists = choose_finalists(evaluations, truth.space.default, truth.workload.points)
+        known = {config_of(found) for found in evaluations}  # the default is a finalist before it was measured
+        if any(config in truth.good for config in finalists.values() if config in known):
+            raise Found
+
     try:
-        return search({truth.name: study}, {truth.name: truth.evaluate}, rule=Found(truth=truth))
+        with contextlib.suppress(Found):
+            search({truth.name: study}, {truth.name: truth.evaluate}, watch=watch)
+        return study.num_evaluated
     finally:
         study.close()
 

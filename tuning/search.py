@@ -42,19 +42,20 @@ def search(
 ) -> int:
     """Evaluates configs, the bucket with the fewest next, until every study has its total or no config is left.
 
-    A study for which `rule` has a reason to stop ends before its total, and carries the reason as `stopped`. Waits for what
-    other processes are evaluating, and takes it over from those that die; `waits` is told who they are, once. `busy` is held
-    while a config is chosen and an evaluation recorded, not while one is made. No evaluation begins once `budget` seconds have
+    A study for which `rule` has a reason to stop carries it as `stopped` and ends before its total, but what is queued is
+    evaluated first, as somebody asked for it; and if that takes the reason away, the search goes on. Waits for what other
+    processes are evaluating, and takes it over from those that die; `waits` is told who they are, once. `busy` is held while
+    a config is chosen and an evaluation recorded, not while one is made. No evaluation begins once `budget` seconds have
     passed. Returns the number of evaluations made here. An exception gives the claim back and goes on upwards; what was
     finished stays.
     """
     begin, made, told = time.monotonic(), 0, False
     total = sum(study.total for study in studies.values())
     rule = rule or StopRule(patience=0)
-    for study in studies.values():
-        study.stopped = rule.reason(study.by_trial(), study.total)
     while budget is None or time.monotonic() - begin < budget:
         with busy():
+            for study in studies.values():
+                study.stopped = _reason(rule, study)
             name, claim = _claim(studies)
         if claim is None:
             holders = [holder for study in studies.values() for holder in study.holders]
@@ -72,7 +73,6 @@ def search(
             raise
         with busy():
             evaluation = studies[name].finish(claim, evaluation)
-            studies[name].stopped = rule.reason(studies[name].by_trial(), studies[name].total)  # looks at the storage
         made += 1
         if watch:
             best = next(iter(studies[name].ranked()), None)
@@ -81,12 +81,16 @@ def search(
 
 
 def _claim(studies: Mapping[str, BucketStudy]) -> tuple[str, Claim | None]:
-    """The next config of the open study with the fewest evaluations that has one left."""
-    is_open = [name for name, study in studies.items() if not study.stopped]
-    for name in sorted(is_open, key=lambda name: studies[name].num_evaluated):
-        if claim := studies[name].claim():
+    """The next config of the study with the fewest evaluations that has one left; of one that has stopped, from its queue."""
+    for name in sorted(studies, key=lambda name: studies[name].num_evaluated):
+        if claim := studies[name].claim(only_queued=bool(studies[name].stopped)):
             return name, claim
     return "", None
+
+
+def _reason(rule: StopRule, study: BucketStudy) -> str:
+    own, inherited = study.by_origin()
+    return rule.reason(own, study.total - len(inherited), inherited)
 
 
 def share_trials(trials: int, buckets: Sequence[str]) -> dict[str, int]:

@@ -33,20 +33,25 @@ class StopRule:
         if self.patience < 0:
             raise ConfigError(f"--patience {self.patience} is less than 0; 0 never stops for lack of gains")
 
-    def reason(self, evaluations: Sequence[Evaluation], total: int) -> str:
-        """Why to stop after these, in the order of their trials, of `total` that were to be made; "" to go on."""
-        passed = [found for found in evaluations if found.score is not None]
+    def reason(self, evaluations: Sequence[Evaluation], total: int, inherited: Sequence[Evaluation] = ()) -> str:
+        """Why to stop after these, in the order of their trials, of `total` that were to be made; "" to go on.
+
+        `inherited` are of another search, on top of both: what there is to gain is counted from the best of them, but how
+        often one gained is not asked of them, for their search did not have the values that are new in this one.
+        """
+        passed = [found for found in [*inherited, *evaluations] if found.score is not None]
         best = min(passed, key=lambda found: found.score or math.inf, default=None)
         if best and self.roofline_share and (best.roofline or 0) >= self.roofline_share:
             return f"the best config reaches {best.roofline:.0%} of the roofline"
-        return self._exhausted(evaluations, total) if self.patience else ""
+        return self._exhausted(evaluations, total, inherited) if self.patience else ""
 
-    def _exhausted(self, evaluations: Sequence[Evaluation], total: int) -> str:
+    def _exhausted(self, evaluations: Sequence[Evaluation], total: int, inherited: Sequence[Evaluation]) -> str:
         noises = [found.noise for found in evaluations if found.noise]
         if not noises or len(evaluations) < self.patience or len(evaluations) >= total:
             return ""
         noise = statistics.median(noises)
-        best, last = math.inf, 0  # in logarithms, and after how many trials it last fell beyond the noise
+        best = min((math.log(found.score) for found in inherited if found.score is not None), default=math.inf)
+        last = 0  # after how many trials the best, in logarithms, last fell beyond the noise
         for number, found in enumerate(evaluations, 1):
             if found.score is not None:
                 if math.log(found.score) < best - noise:

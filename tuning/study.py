@@ -165,6 +165,15 @@ class BucketStudy:
         """The evaluations, in the order of the trials."""
         return [found for _, found in self.evaluations]
 
+    def by_origin(self) -> tuple[list[Evaluation], list[Evaluation]]:
+        """The evaluations of this study's own trials, in their order, and those taken over from other studies."""
+        trials = self._read()
+        inherited = {trial.number for trial in trials if "inherited" in trial.user_attrs}
+        split: tuple[list[Evaluation], list[Evaluation]] = [], []
+        for number, evaluation in sorted(self._book(trials).evaluated.values(), key=lambda row: row[0]):
+            split[number in inherited].append(evaluation)
+        return split
+
     def ranked(self) -> list[Evaluation]:
         """Those that passed, best first."""
         return ranked(found for _, found in self.evaluations)
@@ -183,14 +192,17 @@ class BucketStudy:
 
     # --- claiming ----------------------------------------------------------------------------------------------------
 
-    def claim(self) -> Claim | None:
-        """The next config to evaluate; None if the total is reached, or every config is evaluated or at work."""
+    def claim(self, only_queued: bool = False) -> Claim | None:
+        """The next config to evaluate; None if the total is reached, or every config is evaluated or at work.
+
+        With `only_queued` nothing is chosen any more, and what somebody asked for is still evaluated.
+        """
         for attempt in itertools.count():
             trials = self.recover()
             book = self._book(trials)
-            if len(book) >= self.total:
-                return None
             is_queued = any(trial.state is TrialState.WAITING for trial in trials)
+            if len(book) >= self.total or (only_queued and not is_queued):
+                return None
             if (self.sampler == BRUTE or attempt >= MAX_REPEATS) and not is_queued:
                 config = self._untried(book)
                 if config is None:

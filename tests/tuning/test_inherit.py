@@ -25,6 +25,7 @@ from pagegen.tuning.inherit import differences, explained, inherit, source_hash
 from pagegen.tuning.measure import Measurement
 from pagegen.tuning.search import search
 from pagegen.tuning.shortlist import source_digest
+from pagegen.tuning.stopping import StopRule
 from pagegen.tuning.storage import open_storage
 from pagegen.tuning.study import BucketStudy
 
@@ -82,6 +83,22 @@ def test_a_knob_more_keeps_the_configs_that_render_as_before(storage: BaseStorag
     run(storage, SPACE, KEY)
     study, seen, _ = run(storage, KNOB, {**KEY, "templates": "b"})
     assert {config.to_dict()["order"] for config in seen} == {"columns"} and study.num_inherited == 4
+
+
+def test_a_flat_inheritance_does_not_end_the_search_that_a_new_value_was_added_for(storage: BaseStorage) -> None:
+    few = ConfigSpace((Knob("tile", tuple(range(25)), 0),))
+    more = ConfigSpace((Knob("tile", tuple(range(30)), 0),))
+
+    def evaluate(config: Config, judge: object = None) -> Evaluation:
+        new = config not in set(few)
+        return Evaluation(Status.PASSED, config.to_dict(), score=1 - 0.5 * new, noise=0.01, source=source(config))
+
+    for space, total in ((few, 25), (more, 5)):
+        study = BucketStudy(storage, "s/decode", space, KEY, total=total)
+        inherit(study, source)
+        search({"only": study}, {"only": evaluate}, rule=StopRule(patience=20 if space is more else 0))
+        study.close()
+    assert study.num_inherited == 25 and study.num_evaluated == 30 and study.ranked()[0].score == 0.5
 
 
 def test_a_config_whose_source_changed_is_evaluated_again(storage: BaseStorage) -> None:

@@ -296,6 +296,52 @@ def test_a_rule_ends_a_study_before_its_total_and_says_why(storage: BaseStorage)
     study.close()
 
 
+def flat(config: Config, judge: object = None) -> Evaluation:
+    """Nothing to gain anywhere, with a noise that says so."""
+    return Evaluation(Status.PASSED, config.to_dict(), score=1.0, noise=0.01)
+
+
+def test_what_is_queued_is_evaluated_in_a_study_that_has_stopped_and_nothing_else(storage: BaseStorage) -> None:
+    """A shortlist for a study whose patience is spent; the second process has the rest, as the total was raised for both."""
+    rule, seen = StopRule(patience=5), list[Config]()
+
+    def evaluate(config: Config, judge: object) -> Evaluation:
+        seen.append(config)
+        return flat(config)
+
+    first = BucketStudy(storage, "s", SPACE, {}, total=30)
+    search({"only": first}, {"only": evaluate}, rule=rule)
+    spent = len(seen)
+    assert first.stopped and spent < 30
+    asked = [config for config in SPACE if config not in seen][:4]
+    first.enqueue(asked)
+    second = BucketStudy(storage, "s", SPACE, {}, total=30)
+    claim = first.claim(only_queued=True)
+    assert claim
+    search({"only": second}, {"only": evaluate}, rule=rule, budget=0.5)  # ends with the queue, but for what the first holds
+    assert seen[spent:] == asked[1:] and claim.config == asked[0] and first.claim(only_queued=True) is None
+    first.finish(claim, flat(claim.config))
+    assert search({"only": first}, {"only": evaluate}, rule=rule) == 0 and first.stopped
+    for study in (first, second):
+        study.close()
+
+
+def test_a_gain_from_the_queue_lets_a_stopped_search_go_on(storage: BaseStorage) -> None:
+    rule = StopRule(patience=5)
+    study = BucketStudy(storage, "s", SPACE, {}, total=30)
+    search({"only": study}, {"only": flat}, rule=rule)
+    before = study.num_evaluated
+    asked = next(config for config in SPACE if config not in [SPACE.config(found.config) for found in study.by_trial()])
+    study.enqueue([asked])
+
+    def evaluate(config: Config, judge: object) -> Evaluation:
+        return Evaluation(Status.PASSED, config.to_dict(), score=0.5 if config == asked else 1.0, noise=0.01)
+
+    assert search({"only": study}, {"only": evaluate}, rule=rule) > 1
+    assert study.num_evaluated > before + 1
+    study.close()
+
+
 def test_no_trial_begins_after_the_budget(storage: BaseStorage) -> None:
     study = BucketStudy(storage, "s", SPACE, {}, total=9)
     assert search({"only": study}, {"only": score}, budget=0.0) == 0

@@ -44,6 +44,14 @@ def test_what_was_pruned_counts_in_the_spread() -> None:
     assert not StopRule(patience=20).reason([*alike, *pruned], 60)
 
 
+def test_what_was_inherited_is_no_draw_of_this_search_but_its_best_is_to_be_beaten() -> None:
+    rule = StopRule(patience=20)
+    assert not rule.reason([], 40, FLAT) and not rule.reason(FLAT[:19], 40, FLAT)
+    gained = [*FLAT[:24], passed(0.97)]
+    assert not rule.reason(gained, 40) and rule.reason(gained, 40, [passed(0.97)])
+    assert "among the 15 left" in rule.reason(FLAT[:25], 40, FLAT)
+
+
 @pytest.mark.parametrize("evaluations", [[], [FAILED] * 30, [passed(1.0, None)] * 30], ids=["none", "failed", "no noise known"])
 def test_nothing_known_is_no_reason(evaluations: list[Evaluation]) -> None:
     assert not StopRule(roofline_share=0.9).reason(evaluations, 100)
@@ -57,6 +65,7 @@ def test_the_roofline_share_is_the_best_config_s() -> None:
     rule = StopRule(roofline_share=0.8, patience=0)
     assert not rule.reason([passed(1.0, roofline=0.7), passed(2.0, roofline=0.9)], 40)
     assert rule.reason([passed(1.0, roofline=0.7), passed(0.8, roofline=0.85)], 40) == "the best config reaches 85% of the roofline"
+    assert rule.reason([passed(1.0, roofline=0.7)], 40, [passed(0.8, roofline=0.85)])
 
 
 @pytest.mark.parametrize(("share", "patience", "word"), [(0.0, 1, "share"), (1.1, 1, "share"), (math.nan, 1, "share"), (0.5, -1, "patience")])

@@ -127,9 +127,9 @@ def test_configs_are_chosen_and_recorded_while_nobody_times(tmp_path: Path, monk
     locks = Locks()
 
     class Noting(BucketStudy):
-        def claim(self):  # type: ignore[no-untyped-def]
+        def claim(self, only_queued=False):  # type: ignore[no-untyped-def]
             locks.note("choose")
-            return super().claim()
+            return super().claim(only_queued)
 
         def finish(self, claim, evaluation):  # type: ignore[no-untyped-def]
             locks.note("tell")

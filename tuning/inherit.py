@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pagegen.errors import ConfigError
-from pagegen.records import Evaluation, Status
+from pagegen.records import Status
 from pagegen.render import Source
 from pagegen.space import Config, ConfigSpace
 
 if TYPE_CHECKING:
-    from pagegen.tuning.study import BucketStudy
+    from pagegen.tuning.study import BucketStudy, Told
 
 HARMLESS = frozenset({"knobs", "space", "templates"})  # fields that the source of each trial answers for
 HOLDING = frozenset({Status.PASSED, Status.INCORRECT, Status.BUILD_ERROR})  # what depends on nothing but source and identity
@@ -104,13 +104,14 @@ def inherit(study: BucketStudy, source_of: Callable[[Config], str]) -> list[Ance
 
 
 def _holding(
-    space: ConfigSpace, told: list[Evaluation], source_of: Callable[[Config], str]
-) -> Iterator[tuple[Config, Evaluation]]:
+    space: ConfigSpace, told: list[Told], source_of: Callable[[Config], str]
+) -> Iterator[tuple[Config, Told]]:
     names = {knob.name for knob in space.knobs}
-    for evaluation in told:
+    for each in told:
+        evaluation = each.evaluation
         try:
             config = space.config({name: value for name, value in evaluation.config.items() if name in names})
         except ConfigError:
             continue  # a value or a combination that is no longer allowed
         if evaluation.source and evaluation.status in HOLDING and source_of(config) == evaluation.source:
-            yield config, dataclasses.replace(evaluation, config=config.to_dict())
+            yield config, dataclasses.replace(each, evaluation=dataclasses.replace(evaluation, config=config.to_dict()))

@@ -33,7 +33,7 @@ from pagegen.tuning.pruning import Judge
 from pagegen.tuning.sampling import BRUTE, Coding, digest, make_sampler
 
 MAX_REPEATS = 8  # proposals in a row that are known already, before one is chosen that is not
-MAX_LOSSES = 3  # evaluations of one config that died with their process, before it counts as failing
+MAX_LOSSES = 2  # evaluations of one config that died with their process, before it counts as failing: it is retried once
 CHOICE_SECONDS = 0.05  # between two looks at a trial that another process is choosing
 
 
@@ -43,6 +43,14 @@ class Claim:
 
     trial: optuna.Trial
     config: Config
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Told:
+    """An evaluation of another study, and the config's time over the default's by batch, in the order of their timing."""
+
+    evaluation: Evaluation
+    ratios: Mapping[int, float]
 
 
 @dataclasses.dataclass(slots=True)
@@ -139,23 +147,27 @@ class BucketStudy:
         """Configs whose evaluation was taken over from another study: they come on top of the total."""
         return len({config for config, trial in self._known(self._read()) if "inherited" in trial.user_attrs})
 
-    def relatives(self) -> list[tuple[str, dict[str, Any], list[Evaluation]]]:
-        """(name, identity, evaluations) of every other study of this name: they differ in their identity."""
+    def relatives(self) -> list[tuple[str, dict[str, Any], list[Told]]]:
+        """(name, identity, what was told) of every other study of this name: they differ in their identity."""
         family, found = self.name.rpartition("/")[0] + "/", []
         for other in self._storage.get_all_studies():
             identity = other.user_attrs.get("identity")
             if identity and other.study_name.startswith(family) and other.study_name != self.name:
                 trials = self._storage.get_all_trials(other._study_id, deepcopy=False)
-                told = [trial.user_attrs["evaluation"] for trial in trials if "evaluation" in trial.user_attrs]
-                found.append((other.study_name, identity, list(map(Evaluation.from_dict, told))))
+                told = [
+                    Told(Evaluation.from_dict(trial.user_attrs["evaluation"]), trial.intermediate_values)
+                    for trial in trials
+                    if "evaluation" in trial.user_attrs
+                ]
+                found.append((other.study_name, identity, told))
         return found
 
-    def adopt(self, evaluations: Mapping[Config, Evaluation], origin: str) -> int:
+    def adopt(self, found: Mapping[Config, Told], origin: str) -> int:
         """Takes over what another study, `origin`, says of configs that are not known here; how many there were."""
         before, book = self.num_inherited, self._book(self._read())
-        for config, evaluation in evaluations.items():
+        for config, told in found.items():
             if config not in book.evaluated:
-                self._add(config, evaluation, {"inherited": origin})
+                self._add(config, told, {"inherited": origin})
         adopted = self.num_inherited - before
         self.total += adopted
         self.adopted += adopted
@@ -346,10 +358,11 @@ class BucketStudy:
 
     def _record_deadly(self, config: Config, times: int) -> None:
         reason = f"the tuner died {times} times while evaluating it"
-        self._add(config, Evaluation(Status.RUN_ERROR, config.to_dict(), reason), {})
+        self._add(config, Told(Evaluation(Status.RUN_ERROR, config.to_dict(), reason), {}), {})
 
-    def _add(self, config: Config, evaluation: Evaluation, notes: Mapping[str, Any]) -> None:
+    def _add(self, config: Config, told: Told, notes: Mapping[str, Any]) -> None:
         """A trial that has ended before it began."""
+        evaluation = told.evaluation
         self._study.add_trial(
             optuna.trial.create_trial(
                 state=TrialState.PRUNED if evaluation.score is None else TrialState.COMPLETE,
@@ -357,6 +370,7 @@ class BucketStudy:
                 params=self._coding.encode(config),
                 distributions=self._coding.distributions,
                 user_attrs={"evaluation": evaluation.to_dict(), **notes},
+                intermediate_values=dict(told.ratios),
             )
         )
 

@@ -23,6 +23,7 @@ from pagegen.tuning import job, joining
 from pagegen.tuning.evaluate import Evaluator
 from pagegen.tuning.inherit import differences, explained, inherit, source_hash
 from pagegen.tuning.measure import Measurement
+from pagegen.tuning.pruning import MIN_BATCHES
 from pagegen.tuning.search import search
 from pagegen.tuning.shortlist import source_digest
 from pagegen.tuning.stopping import StopRule
@@ -83,6 +84,24 @@ def test_a_knob_more_keeps_the_configs_that_render_as_before(storage: BaseStorag
     run(storage, SPACE, KEY)
     study, seen, _ = run(storage, KNOB, {**KEY, "templates": "b"})
     assert {config.to_dict()["order"] for config in seen} == {"columns"} and study.num_inherited == 4
+
+
+def test_candidates_are_judged_beside_an_inherited_best_too(storage: BaseStorage) -> None:
+    old = BucketStudy(storage, "s/decode", SPACE, KEY, total=1)
+    claim = old.claim()
+    assert claim
+    for step in range(MIN_BATCHES):
+        assert not old.judge(claim).hear(step, 1.0, 1.0)
+    old.finish(claim, score(claim.config))
+    old.close()
+    new = BucketStudy(storage, "s/decode", MORE, KEY, total=1)
+    inherit(new, source)
+    candidate = new.claim()
+    assert candidate and candidate.config != SPACE.default
+    judge = new.judge(candidate)
+    said = [judge.hear(step, 1.5, 1.0) for step in range(MIN_BATCHES)]
+    assert said[-1].startswith("50% slower than the best so far")
+    new.close()
 
 
 def test_a_flat_inheritance_does_not_end_the_search_that_a_new_value_was_added_for(storage: BaseStorage) -> None:

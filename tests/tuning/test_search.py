@@ -23,7 +23,7 @@ from pagegen.tuning.stopping import StopRule
 from pagegen.tuning.storage import open_storage
 from pagegen.tuning.study import BucketStudy
 
-from .fake_tune import SPACE, score
+from .fake_tune import SPACE, WIDE, score
 
 ROOT = Path(__file__).parents[2]
 DEAD_BEAT = 0.02  # seconds, where everybody else is dead: their leases lapse in a moment
@@ -60,10 +60,10 @@ def counts(study: BucketStudy) -> Counter[str]:
 
 
 def start_tuner(
-    storage: Path | str, total: int, seconds: float = 0.01, *, beat: float = LIVE_BEAT, hangs: int = 0
+    storage: Path | str, total: int, seconds: float = 0.01, *, beat: float = LIVE_BEAT, hangs: int = 0, wide: bool = False
 ) -> subprocess.Popen[str]:
     """A tuner of its own process; see fake_tune."""
-    words = [storage, total, seconds, beat, hangs]
+    words = [storage, total, seconds, beat, hangs, *["wide"] * wide]
     command = [sys.executable, "-m", "tests.tuning.fake_tune", *map(str, words)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
 
@@ -451,16 +451,17 @@ def test_two_processes_on_one_journal_make_the_total_together(tmp_path: Path) ->
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1000)
 @pytest.mark.parametrize("kind", ["journal", "sqlite"])
 def test_eight_processes_open_one_new_storage_at_once(tmp_path: Path, kind: str) -> None:
     url = f"sqlite:///{tmp_path}/trials.db" if kind == "sqlite" else str(tmp_path / "journal.log")
-    tuners = [start_tuner(url, 40, 0.005, beat=3.0) for _ in range(8)]  # none is taken for dead on busy cores
-    lines = [line for tuner in tuners for line in tuner.communicate(timeout=280)[0].splitlines()]
+    tuners = [start_tuner(url, 80, 0.005, beat=3.0, wide=True) for _ in range(8)]  # none is taken for dead on busy cores
+    lines = [line for tuner in tuners for line in tuner.communicate(timeout=900)[0].splitlines()]
     assert {tuner.returncode for tuner in tuners} == {0}
     begun = [line for line in lines if line.startswith("begin")]
-    assert len(begun) == len(set(begun)) == 40
-    study = BucketStudy(open_storage(url, tmp_path), "fake", SPACE, {}, total=40)
-    assert len(study.evaluations) == 40 and study.lost == 0
+    assert len(begun) == len(set(begun)) == 80
+    study = BucketStudy(open_storage(url, tmp_path), "fake", WIDE, {}, total=80)
+    assert len(study.evaluations) == 80 and study.lost == 0
     assert [trial.number for trial in study._study.get_trials()] == list(range(len(study._study.trials)))
     assert study.ranked()[0].score == min(found.score for _, found in study.evaluations if found.score is not None)
     study.close()

@@ -46,7 +46,6 @@ from pagegen.tuning.workloads import Selection, select_phases
 FORMAT = 1
 RECORD = "cotune.json"
 BLOCK_SIZES = (16, 32, 64)  # the spec's own beside them
-LAYOUTS = ("NHD", "HND", "HDN8")
 COPIES = 1 / 256  # of a sequence's blocks a step: each is forked once in so many tokens, and its last block copied
 SECONDS = 0.5  # a batch and pair
 COPIED = 64  # blocks of one call that is timed
@@ -83,7 +82,7 @@ def cotune(
     phase: Phase | None = None,
     max_context: int | None = None,
     block_sizes: Sequence[int] | None = None,
-    layouts: Sequence[str] = LAYOUTS,
+    layouts: Sequence[str] | None = None,
     budget: float | None = None,
     out: Path | str | None = None,
     say: Callable[[str], None] | None = None,
@@ -102,7 +101,7 @@ def cotune(
         )
     where = parse_target(target)
     require_present(where)
-    pairs, refused = served_pairs(spec, where, block_sizes or sorted({spec.block_size, *BLOCK_SIZES}), layouts)
+    pairs, refused = served_pairs(spec, where, block_sizes or sorted({spec.block_size, *BLOCK_SIZES}), layouts or usual_layouts(spec, where))
     begin, tuned = time.monotonic(), dict[str, TuneResult]()
     for number, (name, each) in enumerate(pairs.items()):
         left = None if budget is None else max(1.0, (budget - (time.monotonic() - begin)) / (len(pairs) - number))
@@ -119,6 +118,13 @@ def cotune(
     judged = judge(pairs, points, steps, measured, copies)
     chosen = choose(judged, points, steps)
     return _record(spec, where, selection, out, judged, refused, chosen, tuned)
+
+
+def usual_layouts(spec: KernelSpec, target: Target) -> tuple[str, ...]:
+    """Layouts that are tried where none is named: token-major by token and by head, and K dim-major as the target loads it."""
+    if target.kind != "cpu":
+        return "NHD", "HND", "HDN8"
+    return "NHD", "HND", "HDN2" if spec.cache_dtype.itemsize == 2 else "HDN"
 
 
 def served_pairs(

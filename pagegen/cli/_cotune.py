@@ -12,7 +12,7 @@ from pagegen.spec import KernelSpec
 
 def run_cotune(spec: KernelSpec, workload: str | None, block_sizes: str | None, layouts: str | None, **options: Any) -> dict[str, Any]:
     """Tunes the pairs and chooses one; answers the JSON record."""
-    from pagegen.tuning.cotune import LAYOUTS, cotune
+    from pagegen.tuning.cotune import cotune
 
     sizes = None
     if block_sizes is not None:
@@ -20,7 +20,7 @@ def run_cotune(spec: KernelSpec, workload: str | None, block_sizes: str | None, 
         if not all(word.isascii() and word.isdigit() for word in words):
             raise ConfigError(f"--block-sizes {block_sizes!r} are no numbers joined by commas; write for example 16,32,64")
         sizes = [int(word) for word in words]
-    named = [word.strip() for word in layouts.split(",")] if layouts is not None else LAYOUTS
+    named = [word.strip() for word in layouts.split(",")] if layouts is not None else None
     return cotune(spec, workload, block_sizes=sizes, layouts=named, say=note, **options)
 
 

@@ -176,7 +176,7 @@ def command(
         typer.Option(
             "--layouts",
             metavar="L,L",
-            help="Layouts to choose from, where the layout is auto; default: NHD,HND,HDN8.",
+            help="Layouts to choose from, where the layout is auto; default: NHD,HND and dim-major K: HDN8, on CPUs HDN2 or HDN.",
             show_default=False,
         ),
     ] = None,

@@ -406,7 +406,8 @@ struct Tile {
   const C *k[TILE_KV], *v[TILE_KV];  // where they begin
 };
 
-constexpr int V_LINES = 4;  // cache lines of a row
+constexpr int K_LINES = 4;  // cache lines of a token
+constexpr int V_LINES = 4;  // cache lines of a token
 
 // The lines of the tile ahead, prefetched beside the work on a tile: in the order of memory, which is the order that the
 // processor's own prefetchers and the memory's open rows like, and at an even pace, for a burst would fill the queue of
@@ -416,7 +417,7 @@ struct Ahead {
   const char *list[TILE_KV * LINES], *const *at, *const *end;
   int due;
 
-  void begin(int rows) { at = list, end = list + rows * LINES, due = 0; }
+  void begin(int lines) { at = list, end = list + lines, due = 0; }
   // Inlined by force: to GCC a function that only prefetches does nothing, and its call may go.
   inline __attribute__((always_inline)) void next(const char* const*& line, int count = 1) const {
     for (int i = 0; i < count; ++i)
@@ -450,6 +451,7 @@ struct alignas(64) Scratch {
   float k_tile[D][TS];
   float v_tile[TILE_KV][DVP];
   Tile tiles[PREFETCH + 1];
+  Ahead<K_LINES> k_ahead;
   Ahead<V_LINES> v_ahead;
 };
 
@@ -568,16 +570,29 @@ inline void locate(const pg_attend_args& a, const int32_t* table, int64_t head, 
 // Tokens from `i` on, up to the end of the tile, that lie in one block.
 [[maybe_unused]] inline int run_of(const Tile& tile, int i) { return std::min(tile.count - i, BLOCK - int((tile.t + i) % BLOCK)); }
 
-// Gives head h of a tile its rows of the tile ahead, in the order of memory: all KV heads of a token, then the next token.
+// Gives head h of a tile its lines of the tile ahead, in the order of memory.
 inline void look_ahead(Scratch& w, const pg_attend_args& a, const Tile& tile, const Tile& ahead, int h, int heads) {
-  int token = h * tile.count / heads, head = h * tile.count % heads;
-  const int count = PREFETCH > 0 ? std::clamp(ahead.count * heads - h * tile.count, 0, tile.count) : 0;
-  for (int i = 0; i < count; ++i) {
-    const char* v = reinterpret_cast<const char*>(ahead.v[token] + head * a.v_stride_head);
-    for (int j = 0; j < V_LINES; ++j) w.v_ahead.list[i * V_LINES + j] = v + j * 64;
-    if (++head == heads) head = 0, ++token;
+  if (PREFETCH == 0) return;
+  {
+    const char** list = w.k_ahead.list;
+    int lines = 0;
+    constexpr int ROW = BLOCK * 4, ROWS_OF_LINE = std::max(1, 64 / ROW);  // bytes of 2 dims in a block
+    for (int i = 0; i < ahead.count; i += run_of(ahead, i)) {
+      const int bytes = run_of(ahead, i) * 4;
+      for (int d = 0; d < D / 2; d += ROWS_OF_LINE)
+        for (int byte = 0; byte < bytes && lines < TILE_KV * K_LINES; byte += 64)
+          list[lines++] = reinterpret_cast<const char*>(ahead.k[i] + h * a.k_stride_head + d * a.k_stride_dim) + byte;
+    }
+    w.k_ahead.begin(lines);
   }
-  w.v_ahead.begin(count);
+  {
+    const char** list = w.v_ahead.list;
+    int lines = 0;
+    for (int i = 0; i < ahead.count; ++i)
+      for (int j = 0; j < V_LINES; ++j) list[lines++] = reinterpret_cast<const char*>(ahead.v[i] + h * a.v_stride_head) + j * 64;
+    w.v_ahead.begin(lines);
+  }
+  (void)tile, (void)heads;
 }
 
 // Keys of the tile up to the last that a row sees.
@@ -598,20 +613,33 @@ inline void row_blocks(int row, int end, F f) {
 // Scores of R rows against dim-major K in place: lanes are tokens, no sums across lanes.
 template <int R>
 inline void score(Scratch& w, int row, const Tile& tile, const pg_attend_args& a) {
-  for (int i = 0; i < tile.count;) {
-    const int n = std::min(W, run_of(tile, i));
-    V even[R], odd[R];  // two chains a row, to cover the latency of an FMA
-    for (int r = 0; r < R; ++r) even[r] = odd[r] = zero();
+  constexpr int MOST = std::clamp(BLOCK / W, 1, 4 * R <= REGISTERS * 3 / 4 ? 4 : 2);  // vectors of tokens whose sums stay in registers
+  Pace<K_LINES, 2 * R, GROUP * DP / W> pace{w.k_ahead};
+  const auto some = [&](auto vectors, int i, int n) {
+    constexpr int VECTORS = vectors;
+    constexpr int CHAINS = R * MOST < 8 ? 2 : 1;  // to cover the latency of an FMA
+    V sums[R][VECTORS][CHAINS];
+    for (int r = 0; r < R; ++r)
+      for (int c = 0; c < VECTORS; ++c)
+        for (int j = 0; j < CHAINS; ++j) sums[r][c][j] = zero();
     for (int d = 0; d < D; d += 2) {
-      V k0, k1;
-      load_pairs(tile.k[i] + d / 2 * a.k_stride_dim, n, k0, k1);
-      for (int r = 0; r < R; ++r) {
-        even[r] = fma(set1(w.q[row + r][d]), k0, even[r]);
-        odd[r] = fma(set1(w.q[row + r][d + 1]), k1, odd[r]);
+      for (int c = 0; c < VECTORS; ++c) {
+        pace.step();
+        V k0, k1;
+        load_pairs(tile.k[i] + d / 2 * a.k_stride_dim + 2 * c * W, VECTORS > 1 ? W : n, k0, k1);
+        for (int r = 0; r < R; ++r) {
+          sums[r][c][0] = fma(set1(w.q[row + r][d]), k0, sums[r][c][0]);
+          sums[r][c][CHAINS - 1] = fma(set1(w.q[row + r][d + 1]), k1, sums[r][c][CHAINS - 1]);
+        }
       }
     }
-    for (int r = 0; r < R; ++r) store(&w.s[row + r][i], add(even[r], odd[r]));
-    i += n;
+    for (int r = 0; r < R; ++r)
+      for (int c = 0; c < VECTORS; ++c) store(&w.s[row + r][i + c * W], CHAINS > 1 ? add(sums[r][c][0], sums[r][c][CHAINS - 1]) : sums[r][c][0]);
+  };
+  for (int i = 0; i < tile.count;) {
+    const int n = run_of(tile, i);
+    if (MOST > 1 && n >= MOST * W) some(std::integral_constant<int, MOST>{}, i, MOST * W), i += MOST * W;
+    else some(std::integral_constant<int, 1>{}, i, std::min(W, n)), i += std::min(W, n);
   }
 }
 
@@ -619,10 +647,14 @@ inline void score(Scratch& w, int row, const Tile& tile, const pg_attend_args& a
 inline void pack_k(Scratch& w, const Tile& tile, const pg_attend_args& a) {
   for (int i = 0; i < tile.count;) {
     const int n = run_of(tile, i);
-    for (int d = 0; d < D; ++d) {
-      const C* p = tile.k[i] + d / 2 * a.k_stride_dim + d % 2;
-      for (int j = 0; j < n; ++j) w.k_tile[d][i + j] = widen(p[j * 2]);
-    }
+    w.k_ahead.next(w.k_ahead.at, n * K_LINES);
+    for (int d = 0; d < D; d += 2)
+      for (int j = 0; j < n; j += W) {
+        V even, odd;
+        load_pairs(tile.k[i] + d / 2 * a.k_stride_dim + 2 * j, std::min(W, n - j), even, odd);
+        store_n(&w.k_tile[d][i + j], even, std::min(W, n - j));
+        store_n(&w.k_tile[d + 1][i + j], odd, std::min(W, n - j));
+      }
     i += n;
   }
   for (int d = 0; d < D; ++d)

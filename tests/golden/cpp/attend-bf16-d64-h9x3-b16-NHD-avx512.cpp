@@ -393,8 +393,8 @@ struct Tile {
   const C *k[TILE_KV], *v[TILE_KV];  // where they begin
 };
 
-constexpr int K_LINES = 2;  // cache lines of a row
-constexpr int V_LINES = 2;  // cache lines of a row
+constexpr int K_LINES = 2;  // cache lines of a token
+constexpr int V_LINES = 2;  // cache lines of a token
 
 // The lines of the tile ahead, prefetched beside the work on a tile: in the order of memory, which is the order that the
 // processor's own prefetchers and the memory's open rows like, and at an even pace, for a burst would fill the queue of
@@ -404,7 +404,7 @@ struct Ahead {
   const char *list[TILE_KV * LINES], *const *at, *const *end;
   int due;
 
-  void begin(int rows) { at = list, end = list + rows * LINES, due = 0; }
+  void begin(int lines) { at = list, end = list + lines, due = 0; }
   // Inlined by force: to GCC a function that only prefetches does nothing, and its call may go.
   inline __attribute__((always_inline)) void next(const char* const*& line, int count = 1) const {
     for (int i = 0; i < count; ++i)
@@ -557,19 +557,34 @@ inline void locate(const pg_attend_args& a, const int32_t* table, int64_t head, 
 // Tokens from `i` on, up to the end of the tile, that lie in one block.
 [[maybe_unused]] inline int run_of(const Tile& tile, int i) { return std::min(tile.count - i, BLOCK - int((tile.t + i) % BLOCK)); }
 
-// Gives head h of a tile its rows of the tile ahead, in the order of memory: all KV heads of a token, then the next token.
+// Gives head h of a tile its lines of the tile ahead, in the order of memory.
 inline void look_ahead(Scratch& w, const pg_attend_args& a, const Tile& tile, const Tile& ahead, int h, int heads) {
-  int token = h * tile.count / heads, head = h * tile.count % heads;
-  const int count = PREFETCH > 0 ? std::clamp(ahead.count * heads - h * tile.count, 0, tile.count) : 0;
-  for (int i = 0; i < count; ++i) {
-    const char* k = reinterpret_cast<const char*>(ahead.k[token] + head * a.k_stride_head);
-    for (int j = 0; j < K_LINES; ++j) w.k_ahead.list[i * K_LINES + j] = k + j * 64;
-    const char* v = reinterpret_cast<const char*>(ahead.v[token] + head * a.v_stride_head);
-    for (int j = 0; j < V_LINES; ++j) w.v_ahead.list[i * V_LINES + j] = v + j * 64;
-    if (++head == heads) head = 0, ++token;
+  if (PREFETCH == 0) return;
+  {
+    const char** list = w.k_ahead.list;
+    int lines = 0;
+    // All KV heads of a token, then the next token.
+    int token = h * tile.count / heads, head = h * tile.count % heads;
+    for (const int end = std::clamp(ahead.count * heads - h * tile.count, 0, tile.count) * K_LINES; lines < end;) {
+      const char* row = reinterpret_cast<const char*>(ahead.k[token] + head * a.k_stride_head);
+      for (int j = 0; j < K_LINES; ++j) list[lines++] = row + j * 64;
+      if (++head == heads) head = 0, ++token;
+    }
+    w.k_ahead.begin(lines);
   }
-  w.k_ahead.begin(count);
-  w.v_ahead.begin(count);
+  {
+    const char** list = w.v_ahead.list;
+    int lines = 0;
+    // All KV heads of a token, then the next token.
+    int token = h * tile.count / heads, head = h * tile.count % heads;
+    for (const int end = std::clamp(ahead.count * heads - h * tile.count, 0, tile.count) * V_LINES; lines < end;) {
+      const char* row = reinterpret_cast<const char*>(ahead.v[token] + head * a.v_stride_head);
+      for (int j = 0; j < V_LINES; ++j) list[lines++] = row + j * 64;
+      if (++head == heads) head = 0, ++token;
+    }
+    w.v_ahead.begin(lines);
+  }
+  (void)tile, (void)heads;
 }
 
 // Keys of the tile up to the last that a row sees.

@@ -384,6 +384,8 @@ struct Tile {
   const C *k[TILE_KV], *v[TILE_KV];  // where they begin
 };
 
+constexpr int K_LINES = 3;  // cache lines of a token
+constexpr int V_LINES = 2;  // cache lines of a token
 
 // The lines of the tile ahead, prefetched beside the work on a tile: in the order of memory, which is the order that the
 // processor's own prefetchers and the memory's open rows like, and at an even pace, for a burst would fill the queue of
@@ -393,7 +395,7 @@ struct Ahead {
   const char *list[TILE_KV * LINES], *const *at, *const *end;
   int due;
 
-  void begin(int rows) { at = list, end = list + rows * LINES, due = 0; }
+  void begin(int lines) { at = list, end = list + lines, due = 0; }
   // Inlined by force: to GCC a function that only prefetches does nothing, and its call may go.
   inline __attribute__((always_inline)) void next(const char* const*& line, int count = 1) const {
     for (int i = 0; i < count; ++i)
@@ -427,6 +429,8 @@ struct alignas(64) Scratch {
   float k_tile[D][TS];
   float v_tile[TILE_KV][DVP];
   Tile tiles[PREFETCH + 1];
+  Ahead<K_LINES> k_ahead;
+  Ahead<V_LINES> v_ahead;
 };
 
 struct Sequence {
@@ -544,6 +548,35 @@ inline void locate(const pg_attend_args& a, const int32_t* table, int64_t head, 
 // Tokens from `i` on, up to the end of the tile, that lie in one block.
 [[maybe_unused]] inline int run_of(const Tile& tile, int i) { return std::min(tile.count - i, BLOCK - int((tile.t + i) % BLOCK)); }
 
+// Gives head h of a tile its lines of the tile ahead, in the order of memory.
+inline void look_ahead(Scratch& w, const pg_attend_args& a, const Tile& tile, const Tile& ahead, int h, int heads) {
+  if (PREFETCH == 0) return;
+  {
+    const char** list = w.k_ahead.list;
+    int lines = 0;
+    constexpr int ROW = BLOCK * 32, ROWS_OF_LINE = std::max(1, 64 / ROW);  // bytes of 8 dims in a block
+    for (int i = 0; i < ahead.count; i += run_of(ahead, i)) {
+      const int bytes = run_of(ahead, i) * 32;
+      for (int d = 0; d < D / 8; d += ROWS_OF_LINE)
+        for (int byte = 0; byte < bytes && lines < TILE_KV * K_LINES; byte += 64)
+          list[lines++] = reinterpret_cast<const char*>(ahead.k[i] + h * a.k_stride_head + d * a.k_stride_dim) + byte;
+    }
+    w.k_ahead.begin(lines);
+  }
+  {
+    const char** list = w.v_ahead.list;
+    int lines = 0;
+    constexpr int ROW = BLOCK * 4, ROWS_OF_LINE = std::max(1, 64 / ROW);  // bytes of a dim in a block
+    for (int i = 0; i < ahead.count; i += run_of(ahead, i)) {
+      const int bytes = run_of(ahead, i) * 4;
+      for (int d = 0; d < DV / 1; d += ROWS_OF_LINE)
+        for (int byte = 0; byte < bytes && lines < TILE_KV * V_LINES; byte += 64)
+          list[lines++] = reinterpret_cast<const char*>(ahead.v[i] + h * a.v_stride_head + d * a.v_stride_dim) + byte;
+    }
+    w.v_ahead.begin(lines);
+  }
+  (void)tile, (void)heads;
+}
 
 // Keys of the tile up to the last that a row sees.
 inline int seen_of(const Scratch& w, int row, const Tile& tile) {
@@ -565,6 +598,7 @@ inline void row_blocks(int row, int end, F f) {
 inline void pack_k(Scratch& w, const Tile& tile, const pg_attend_args& a) {
   for (int i = 0; i < tile.count;) {
     const int n = run_of(tile, i);
+    w.k_ahead.next(w.k_ahead.at, n * K_LINES);
     for (int d = 0; d < D; ++d) {
       const C* p = tile.k[i] + d / 8 * a.k_stride_dim + d % 8;
       for (int j = 0; j < n; ++j) w.k_tile[d][i + j] = widen(p[j * 8]);
@@ -579,6 +613,7 @@ inline void pack_k(Scratch& w, const Tile& tile, const pg_attend_args& a) {
 inline void pack_v(Scratch& w, const Tile& tile, const pg_attend_args& a) {
   for (int i = 0; i < tile.count;) {
     const int n = std::min(W, run_of(tile, i));
+    w.v_ahead.next(w.v_ahead.at, n * V_LINES);
     for (int d = 0; d < DV; d += W) {
       V rows[W];
       for (int j = 0; j < W; ++j) rows[j] = d + j < DV ? load_dims(tile.v[i] + (d + j) * a.v_stride_dim, n) : zero();
@@ -691,7 +726,10 @@ inline void accumulate(Scratch& w, int row, const Tile& tile, F v) {
   constexpr int FREE = REGISTERS * 3 / 4;  // of the registers, for accumulators
   constexpr int CHUNKS = DVP / W, UNIT = 1, BUDGET = std::clamp(FREE / R / UNIT * UNIT, UNIT, up(CHUNKS, UNIT));
   constexpr int STEP = chunks_of(CHUNKS, BUDGET, UNIT), REST = CHUNKS % STEP;
-  const auto step = [] {};
+  Pace<V_LINES, R * UNIT, GROUP * CHUNKS> pace{w.v_ahead};
+  const auto step = [&] {
+    if (IN_PLACE) pace.step();
+  };
   for (int c0 = 0; c0 + STEP <= CHUNKS; c0 += STEP) accumulate_chunks<R, STEP>(w, row, tile, c0, v, step);
   if constexpr (REST > 0) accumulate_chunks<R, REST>(w, row, tile, CHUNKS - REST, v, step);
 }
@@ -753,6 +791,7 @@ void run(Scratch& w, const pg_attend_args& a, int64_t s, int64_t head, int heads
       const int first = h * rows, end = first + rows;
       if (h > 0)
         for (int i = 0; i < tile.count; ++i) tile.k[i] += a.k_stride_head, tile.v[i] += a.v_stride_head;
+      look_ahead(w, a, tile, ahead, h, heads);
       scores(w, first, end, packed, tile, a);
       softmax(w, first, end, tile);
       values(w, first, end, packed, tile, a);

@@ -18,9 +18,10 @@ import importlib.metadata
 import itertools
 import json
 import os
+import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,9 @@ from pagegen.paths import write_atomic
 from pagegen.render import render
 from pagegen.spec import DType, KernelSpec, KVLayout, Op, Phase
 from pagegen.target import Target, detect, parse_target
+from pagegen.transfer import block_bytes
 from pagegen.tuning.evaluate import PINNED
-from pagegen.tuning.machine import pinned_threads
+from pagegen.tuning.machine import Disturbance, pinned_threads
 from pagegen.tuning.measure import Interval, geomean_of_medians, measure
 from pagegen.tuning.report import roofline_svg
 from pagegen.tuning.roofline import Roofline, limits, measure_roofline
@@ -49,7 +51,7 @@ ROTATE_BYTES = 1 << 30
 MAX_KV_BYTES = 4 << 30
 RESIDENT_BYTES = 200 * 10**6  # from here on a batch lies in memory, whatever the caches are
 MM_SIZE = 2048  # of the matrix product that prefill is compared with
-PAGEGEN = ("pagegen", "tuned")
+OURS = "pagegen"  # the default
 
 HEADS = ((9, 3, 64), (32, 8, 128), (8, 1, 128), (16, 16, 64), (14, 2, 64), (32, 32, 96))
 DECODE: tuple[tuple[str, tuple[tuple[int, int, int], ...], tuple[int, ...], tuple[str, ...]], ...] = (
@@ -149,7 +151,8 @@ def pool_like(pool: Pool, spec: KernelSpec) -> Pool:
 def contenders(batch: Batch, target: Target, configs: list[dict[str, Any]], peers: bool) -> tuple[dict[str, Call], int, Pool]:
     """(calls by name, pagegen's default first; bytes that are read in turn; their memory)."""
     spec, point, turn = batch.spec, batch.point, common_turn()
-    pool = Pool(spec, ROTATE_BYTES, blocks_of(spec, point))
+    batches = -(-ROTATE_BYTES // (blocks_of(spec, point) * block_bytes(spec)))
+    pool = Pool(spec, 0, batches * blocks_of(spec, point))
     calls: dict[str, Call] = {}
 
     def add(name: str, attend: Attend, where: Pool) -> Inputs:
@@ -158,7 +161,7 @@ def contenders(batch: Batch, target: Target, configs: list[dict[str, Any]], peer
         calls[name] = lambda: inputs.run(attend, tables[next(turn) % len(tables)])
         return inputs
 
-    ours = add("pagegen", default_attend(spec, target), pool)
+    ours = add(OURS, default_attend(spec, target), pool)
     rotated = ours.rotated_bytes
     if tuned := find_package(spec.replace(layout=None), target):
         package = load_package(tuned)
@@ -197,12 +200,11 @@ def contenders(batch: Batch, target: Target, configs: list[dict[str, Any]], peer
 # --- one record ------------------------------------------------------------------------------------------------------
 
 
-def timed(batch: Batch, target: Target, roofline: Roofline, options: argparse.Namespace) -> dict[str, Any]:
+def timed(batch: Batch, target: Target, options: argparse.Namespace) -> dict[str, Any]:
     """Times all contenders of a batch; the record. Ratios are a contender's time over pagegen's, round by round."""
     spec, point, threads = batch.spec, batch.point, torch.get_num_threads()
     calls, rotated, pool = contenders(batch, target, options.configs, not options.no_peers)
-    measured = measure(calls, "pagegen", seconds=options.seconds, min_rounds=7, max_rounds=400)
-    flops = point.flops(spec)
+    measured = measure(calls, OURS, seconds=options.seconds, min_rounds=7, max_rounds=400)
     return {
         "format": 1,
         "name": batch.name,
@@ -210,12 +212,11 @@ def timed(batch: Batch, target: Target, roofline: Roofline, options: argparse.Na
         "spec": spec.to_dict(),
         "point": point.name,
         "kv_bytes": point.kv_bytes(spec),
-        "flops": flops,
+        "flops": point.flops(spec),
         "rotated_bytes": rotated,
         "huge_pages": pool.huge_pages,
         "threads": threads,
         "pinned_threads": pinned_threads(),
-        "floor_seconds": flops / roofline.peak(spec.dtype, threads),
         "contenders": {
             name: {
                 "seconds": dataclasses.asdict(measured.timing(name)),
@@ -249,11 +250,6 @@ class Result:
         return list(self.record["contenders"][name]["rounds"])
 
     @property
-    def ours(self) -> str:
-        """The faster of default and tuned."""
-        return min((name for name in PAGEGEN if name in self.record["contenders"]), key=self.seconds)
-
-    @property
     def peer(self) -> str | None:
         """The fastest peer."""
         peers = [name for name in self.record["contenders"] if name.startswith(("sdpa", "vllm"))]
@@ -266,7 +262,7 @@ class Result:
 
     def rate_over_mm(self) -> float:
         """Operations a second over those of torch.mm."""
-        return float(self.record["flops"]) / self.seconds(self.ours) * self.seconds("torch_mm") / (2 * MM_SIZE**3)
+        return float(self.record["flops"]) / self.seconds(OURS) * self.seconds("torch_mm") / (2 * MM_SIZE**3)
 
     def ratio(self, name: str, over: str) -> Interval:
         """`name`'s time over that of `over`, round by round."""
@@ -288,31 +284,35 @@ class Result:
         """The element type of the cache."""
         return str(self.record["spec"].get("kv_dtype") or self.record["spec"]["dtype"])
 
-    def floor(self) -> float:
+    def floor(self, roofline: Roofline) -> float:
         """Seconds that no kernel can beat: the read measured beside it, or the arithmetic at the measured peak."""
-        return max(self.seconds("read"), float(self.record["floor_seconds"]))
+        peak = roofline.peak(DType(self.record["spec"]["dtype"]), self.record["threads"])
+        return max(self.seconds("read"), float(self.record["flops"]) / peak)
 
 
-def line_of(result: Result) -> list[str]:
+def line_of(result: Result, roofline: Roofline) -> list[str]:
     """Cells of the table."""
-    record, ours = result.record, result.ours
-    mine = result.seconds(ours)
+    record, mine, floor = result.record, result.seconds(OURS), result.floor(roofline)
     cells = [
         f"{record['name']}",
         f"{record['kv_bytes'] / 1e6:.1f}",
         f"{mine * 1e6:.0f}",
         f"{record['kv_bytes'] / mine / 1e9:.1f}",
         f"{record['flops'] / mine / 1e9:.0f}",
-        _interval(result.ratio("read", ours)),
-        _interval(result.ratio("blocks", ours)) if "blocks" in record["contenders"] else "",
-        f"{result.floor() / mine:.2f}",
-        _interval(result.ratio("pagegen", "tuned")) if "tuned" in record["contenders"] else "",
+        _interval(result.ratio("read", OURS)),
+        _interval(result.ratio("blocks", OURS)) if "blocks" in record["contenders"] else "",
+        f"{floor / mine:.2f}",
+        f"{(mine - floor) * 1e6:.0f}",
+        _interval(result.ratio(OURS, "tuned")) if "tuned" in record["contenders"] else "",
+        result.peer or "",
     ]
-    peer = result.peer
-    return [*cells, *([peer, _interval(result.ratio(peer, ours))] if peer else ["", ""])]
+    return [*cells, *(_interval(result.ratio(peer, OURS)) if peer else "" for peer in (result.peer, result.vllm))]
 
 
-COLUMNS = ("batch", "KV MB", "us", "GB/s", "GFLOP/s", "share of read", "of blocks read", "share of floor", "tuned gain", "best peer", "its time over ours")
+COLUMNS = (
+    "batch", "KV MB", "us", "GB/s", "GFLOP/s", "share of read", "of blocks read", "share of floor", "us above it", "tuned gain",
+    "best peer", "its time over ours", "vLLM's time over ours",
+)  # fmt: skip
 
 
 def _interval(found: Interval) -> str:
@@ -326,30 +326,30 @@ def report(folder: Path, roofline: Roofline) -> Path:
     """Writes table.md and roofline.svg from the records of a folder."""
     results = [Result(json.loads(path.read_text())) for path in sorted(folder.glob("*-*.json"))]
     lines = [f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
-    lines += [f"| {' | '.join(line_of(result))} |" for result in results]
+    lines += [f"| {' | '.join(line_of(result, roofline))} |" for result in results]
     for title, chosen in _summaries(results):
         if chosen:
-            groups = [[b / a for a, b in zip(r.rounds(r.ours), r.rounds(r.peer or ""), strict=True)] for r in chosen]
-            found = geomean_of_medians(groups, [1.0] * len(groups))
-            lines += ["", f"{title}: best peer's time over ours {_interval(found)} (geometric mean of {len(chosen)} batches)."]
+            lines += ["", f"{title}: best peer's time over ours {_geomean(chosen, lambda each: each.peer)}."]
     if prefill := [result for result in results if result.record["phase"] == "prefill"]:
         rates = [result.rate_over_mm() for result in prefill]
         lines += ["", f"prefill: {min(rates):.2f} to {max(rates):.2f} of the rate of torch.mm."]
     if with_vllm := [result for result in prefill if result.vllm]:
-        groups = [[b / a for a, b in zip(r.rounds(r.ours), r.rounds(r.vllm or ""), strict=True)] for r in with_vllm]
-        lines += ["", f"prefill: vLLM's time over ours {_interval(geomean_of_medians(groups, [1.0] * len(groups)))}."]
+        lines += ["", f"prefill: vLLM's time over ours {_geomean(with_vllm, lambda each: each.vllm)}."]
     for title, chosen in _by_kv_dtype(results):
-        lines += ["", f"{title}: share of the plain read {_geomean(chosen, 'read')} (geometric mean of {len(chosen)} batches)."]
+        lines += ["", f"{title}: share of the plain read {_geomean(chosen, lambda _: 'read')}."]
         if read := [result for result in chosen if "blocks" in result.record["contenders"]]:
-            lines += ["", f"{title}: share of the read of its blocks {_geomean(read, 'blocks')} (geometric mean of {len(read)} batches)."]
+            lines += ["", f"{title}: share of the read of its blocks {_geomean(read, lambda _: 'blocks')}."]
         for config in sorted({name for result in chosen for name in result.configs}):
-            lines += ["", f"{title}: time with {config} {_geomean([r for r in chosen if config in r.configs], config)}."]
-    disturbed = [result.record["name"] for result in results if result.record["disturbance"]["others"] > 0.1]
-    lines += ["", f"Other processes used more than a tenth of the cores during {len(disturbed)} of {len(results)} batches."]
+            lines += ["", f"{title}: time with {config} {_geomean([r for r in chosen if config in r.configs], lambda _, name=config: name)}."]
+    found = [Disturbance(**result.record["disturbance"]) for result in results]
+    others, waited, drift = (statistics.median(getattr(each, name) for each in found) for name in ("others", "waited", "drift"))
+    disturbed = sum(bool(each.reasons) for each in found)
+    typical = f"other processes used {others:.0%} of the cores, threads waited for one {waited:.0%} of the time, and the clock drifted by {drift:.0%}"
+    lines += ["", f"The machine was disturbed in {disturbed} of {len(found)} batches. In the median batch {typical}."]
     write_atomic(folder / "table.md", "\n".join(lines) + "\n")
     threads = max(roofline.fp32)
     dots = [
-        (result.record["phase"], r["flops"] / r["kv_bytes"], r["flops"] / result.seconds(result.ours), r["name"])
+        (result.record["phase"], r["flops"] / r["kv_bytes"], r["flops"] / result.seconds(OURS), r["name"])
         for result in results
         for r in [result.record]
     ]
@@ -366,10 +366,11 @@ def _summaries(results: list[Result]) -> Iterator[tuple[str, list[Result]]]:
             yield f"{phase} {dtype}, KV of 200 MB and more", [r for r in chosen if r.in_memory]
 
 
-def _geomean(results: list[Result], name: str) -> str:
-    """The time of `name` over ours."""
-    groups = [[b / a for a, b in zip(r.rounds(r.ours), r.rounds(name), strict=True)] for r in results]
-    return _interval(geomean_of_medians(groups, [1.0] * len(groups)))
+def _geomean(results: list[Result], name_of: Callable[[Result], str | None]) -> str:
+    """The time over ours of the contender that `name_of` answers for each."""
+    groups = [[b / a for a, b in zip(r.rounds(OURS), r.rounds(name_of(r) or ""), strict=True)] for r in results]
+    found = _interval(geomean_of_medians(groups, [1.0] * len(groups)))
+    return f"{found} (geometric mean of {len(groups)} batches)" if len(groups) > 1 else f"{found} (one batch)"
 
 
 def _by_kv_dtype(results: list[Result]) -> Iterator[tuple[str, list[Result]]]:
@@ -421,7 +422,7 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     roofline = _roofline(folder / "roofline.json", target, options.again and not options.point)
     if not options.report:
-        _measure_all(chosen, target, roofline, folder, options)
+        _measure_all(chosen, target, folder, options)
     print(f"\nreport: {report(folder, roofline)}")
 
 
@@ -438,7 +439,7 @@ def _roofline(path: Path, target: Target, again: bool) -> Roofline:
     return found
 
 
-def _measure_all(batches: list[Batch], target: Target, roofline: Roofline, folder: Path, options: argparse.Namespace) -> None:
+def _measure_all(batches: list[Batch], target: Target, folder: Path, options: argparse.Namespace) -> None:
     if not options.no_peers:
         if vllm_ops() is None:
             print("vLLM is not installed here: `make bench-peers`, then .venv-peers/bin/python benchmarks/attention_cpu.py")
@@ -449,11 +450,11 @@ def _measure_all(batches: list[Batch], target: Target, roofline: Roofline, folde
         path = folder / f"{batch.name.replace('@', '_')}.json"
         if path.exists() and not options.again:
             continue
-        record = timed(batch, target, roofline, options)
+        record = timed(batch, target, options)
         write_atomic(path, json.dumps(record, indent=1) + "\n")
         result = Result(record)
-        others = {name: found["ratio"]["median"] for name, found in record["contenders"].items() if name != "pagegen"}
-        mine = result.seconds("pagegen")
+        others = {name: found["ratio"]["median"] for name, found in record["contenders"].items() if name != OURS}
+        mine = result.seconds(OURS)
         print(
             f"[{number}/{len(batches)}] {batch.name} {record['kv_bytes'] / 1e6:.1f} MB  {mine * 1e6:.0f} us "
             f"{record['kv_bytes'] / mine / 1e9:.1f} GB/s {record['flops'] / mine / 1e9:.0f} GFLOP/s  "

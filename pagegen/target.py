@@ -14,7 +14,7 @@ import math
 import os
 import platform
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +97,7 @@ class Hardware:
     cores: int  # in the machine
     affinity: int  # cores this process may use
     quota: float | None  # cores' worth of time that the container grants; None: no limit
-    caches: Mapping[str, int]  # bytes: L1d, L2 of one core, L3 as reported
+    caches: Mapping[str, int]  # bytes: L1d, L2 of one core, of the last all that its cores reach
 
     @property
     def threads(self) -> int:
@@ -217,7 +217,7 @@ def detect() -> Hardware:
         cores=os.cpu_count() or 1,
         affinity=_affinity(),
         quota=cpu_quota(),
-        caches=_caches(Path("/sys/devices/system/cpu/cpu0/cache")),
+        caches=_caches(Path("/sys/devices/system/cpu"), os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else {0}),
     )
 
 
@@ -281,14 +281,21 @@ def cpu_quota(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/
     return min(limits, default=None)
 
 
-def _caches(folder: Path) -> dict[str, int]:
+def _caches(cpus: Path, mine: Collection[int]) -> dict[str, int]:
+    """Bytes by level: a core's own, and of the last level all that the cores `mine` reach, which may be one for every few."""
     sizes: dict[str, int] = {}
-    for index in sorted(folder.glob("index*")):
-        level, kind = _read(index / "level").strip(), _read(index / "type").strip()
-        match = re.fullmatch(r"(\d+)([KM])", _read(index / "size").strip())
-        if match and kind != "Instruction":
-            name = f"L{level}" + ("d" if kind == "Data" else "")
-            sizes[name] = int(match[1]) * {"K": 1 << 10, "M": 1 << 20}[match[2]]
+    sharers: dict[str, set[str]] = {}
+    for cpu in sorted(mine):
+        for index in sorted((cpus / f"cpu{cpu}" / "cache").glob("index*")):
+            level, kind = _read(index / "level").strip(), _read(index / "type").strip()
+            match = re.fullmatch(r"(\d+)([KM])", _read(index / "size").strip())
+            if match and kind != "Instruction":
+                name = f"L{level}" + ("d" if kind == "Data" else "")
+                sizes[name] = int(match[1]) * {"K": 1 << 10, "M": 1 << 20}[match[2]]
+                sharers.setdefault(name, set()).add(_read(index / "shared_cpu_list").strip())
+    if len(sizes) > 1:
+        last = next(reversed(sizes))
+        sizes[last] *= len(sharers[last])
     return sizes
 
 

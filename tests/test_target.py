@@ -156,15 +156,18 @@ def test_instruction_sets_are_read_from_cpuinfo(tmp_path: Path, monkeypatch: pyt
     }
 
 
-def test_cache_sizes_are_read_by_level_without_instruction_caches(tmp_path: Path) -> None:
+def test_caches_are_read_by_level_and_of_the_last_all_that_is_in_reach(tmp_path: Path) -> None:
     rows = (("1", "Data", "48K"), ("1", "Instruction", "32K"), ("2", "Unified", "2048K"), ("3", "Unified", "1M"), ("4", "Unified", "?"))
-    for index, (level, kind, size) in enumerate(rows):
-        folder = tmp_path / f"index{index}"
-        folder.mkdir()
-        for name, text in (("level", level), ("type", kind), ("size", size)):
-            (folder / name).write_text(f"{text}\n")
-    assert target_module._caches(tmp_path) == {"L1d": 48 << 10, "L2": 2 << 20, "L3": 1 << 20}
-    assert target_module._caches(tmp_path / "none") == {}
+    for cpu in range(6):  # three of them share an L3
+        for index, (level, kind, size) in enumerate(rows):
+            folder = tmp_path / f"cpu{cpu}" / "cache" / f"index{index}"
+            folder.mkdir(parents=True)
+            sharers = f"{cpu // 3 * 3}-{cpu // 3 * 3 + 2}" if level == "3" else str(cpu)
+            for name, text in (("level", level), ("type", kind), ("size", size), ("shared_cpu_list", sharers)):
+                (folder / name).write_text(f"{text}\n")
+    assert target_module._caches(tmp_path, range(3)) == {"L1d": 48 << 10, "L2": 2 << 20, "L3": 1 << 20}
+    assert target_module._caches(tmp_path, {2, 3}) == {"L1d": 48 << 10, "L2": 2 << 20, "L3": 2 << 20}
+    assert target_module._caches(tmp_path / "none", {0}) == {}
 
 
 # --- what a container grants -----------------------------------------------------------------------------------------

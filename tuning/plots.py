@@ -88,7 +88,7 @@ def _front(axes: Axes, document: dict[str, Any]) -> None:
 def _roofline(axes: Axes, record: Record, limits: Roofline, document: dict[str, Any]) -> None:
     """The machine's limits, and each contender on each batch: bytes and operations that the mathematics needs."""
     threads = int(document["environment"]["threads"])
-    peaks = {"fp32 FMA": limits.fp32, "bf16 AMX": limits.bf16}
+    peaks = {"fp32 FMA": limits.fp32, "bf16 products": limits.bf16}
     tops = {name: found[threads].median for name, found in peaks.items() if found}
     bands = {level: found[threads].median for level, found in limits.bandwidth.items()}
     dots: dict[str, list[tuple[float, float]]] = {}

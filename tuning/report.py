@@ -29,7 +29,7 @@ def write_report(
 
 def roofline_svg(roofline: Roofline, threads: int, dots: Sequence[tuple[str, float, float, str]]) -> str:
     """A roofline plot as SVG. A dot is (series, operations a byte, operations a second, what a pointer over it shows)."""
-    peaks = {"fp32 FMA": roofline.fp32, "bf16 AMX": roofline.bf16}
+    peaks = {"fp32 FMA": roofline.fp32, "bf16 products": roofline.bf16}
     tops = {name: found[threads].median for name, found in peaks.items() if found}
     bands = {level: found[threads].median for level, found in roofline.bandwidth.items()}
     low = min([0.5, *(x for _, x, _, _ in dots)])

@@ -24,8 +24,8 @@ from pagegen.tuning.measure import Interval, measure
 from pagegen.tuning.workload import Point, cold_bytes
 
 CALL_BYTES = 32 << 20  # a call reads at least so much, smaller memory several times
-FMA_STEPS = 200_000  # about a millisecond
-AMX_STEPS = 40_000
+FMA_STEPS = 1_000_000  # about 5 milliseconds: after the loops that read memory the first one is slower
+AMX_STEPS = 200_000
 MEMORY = "memory"  # the level below the last cache
 
 

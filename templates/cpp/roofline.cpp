@@ -9,8 +9,10 @@
 #include <unistd.h>
 #endif
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
 #endif
 
 #if defined(__AVX512F__)
@@ -28,6 +30,19 @@ typedef float Floats __attribute__((vector_size(VECTOR)));
 constexpr int STREAM = 8;  // vectors in flight, of reads and of sums
 constexpr int CHAINS = 12;  // independent chains of FMAs: more than latency times ports on any core so far
 constexpr int64_t STEP = STREAM * VECTOR;
+
+// a * b + c, fused where the target's vectors can: kernels are built so that the compiler fuses nothing by itself.
+inline Floats multiply_add(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__)
+  return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__ARM_NEON)
+  return (Floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+  return a * b + c;
+#endif
+}
 
 uint64_t read_all(const char* p, int64_t bytes) {
   Words seen[STREAM] = {};
@@ -76,7 +91,7 @@ API int64_t pagegen_fma(int64_t steps, int32_t threads) {
     for (Floats& sum : chain) sum = addend;
     for (int64_t i = 0; i < steps; i++) {
 #pragma GCC unroll 12
-      for (int c = 0; c < CHAINS; c++) chain[c] = chain[c] * factor + addend;
+      for (int c = 0; c < CHAINS; c++) chain[c] = multiply_add(chain[c], factor, addend);
     }
     for (const Floats& sum : chain) kept += sum[0];
   }

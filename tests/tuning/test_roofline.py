@@ -2,11 +2,14 @@
 
 import json
 import re
+import subprocess
 
 import pytest
 import torch
 
+from pagegen.build.cpp import compile_library
 from pagegen.kernel import allocate_bytes
+from pagegen.paths import TEMPLATES
 from pagegen.spec import DType, KernelSpec, parse_slug
 from pagegen.target import TARGETS, Hardware, Target, detect
 from pagegen.tuning import roofline
@@ -32,8 +35,17 @@ def test_a_call_of_the_peaks_says_what_it_computed(target: Target) -> None:
     loops = Limits(target)
     lanes = 4 if target.arch == "scalar" else target.lanes  # SSE2 is a part of x86-64
     assert loops.fma(2, steps=10) == 10 * 12 * lanes * 2 * 2
-    tiles, pairs = 40_000 * 4 * 16384, 200_000 * 12 * 16 * 2 * 2
+    tiles, pairs = roofline.AMX_STEPS * 4 * 16384, roofline.FMA_STEPS * 12 * 16 * 2 * 2
     assert loops.bf16(1) in ((tiles, pairs) if target.pairs else (tiles, 0)), "tiles are there whatever the vectors are"
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("target", [each for each in HERE if each.arch != "scalar"], ids=lambda target: target.arch)
+def test_the_peak_of_fp32_is_one_of_fused_multiply_adds(target: Target) -> None:
+    library = compile_library((TEMPLATES / "cpp" / "roofline.cpp").read_text(), target)
+    listing = subprocess.run(["objdump", "-d", str(library)], capture_output=True, text=True, check=True).stdout
+    fused = re.findall(r"\bvfn?madd\d+ps\b|\bfmla\b", listing)
+    assert len(fused) == 12, "one for each chain: a product and a sum would be two instructions, and half the peak where they share a port"
 
 
 @pytest.mark.compiler
@@ -121,4 +133,4 @@ def test_the_plot_shows_every_batch_within_its_frame() -> None:
     centres = [tuple(map(float, found)) for found in re.findall(r'<circle cx="([\d.]+)" cy="([\d.]+)"[^/]*><title>', svg)]
     assert len(centres) == 3 and all(70 <= x <= 640 and 50 <= y <= 460 for x, y in centres)
     assert centres[0][0] > centres[1][0] and centres[0][1] < centres[1][1]  # further right, and higher
-    assert "memory: 0 GB/s" in svg and "bf16 AMX" in svg
+    assert "memory: 0 GB/s" in svg and "bf16 products" in svg

@@ -270,8 +270,9 @@ def _require_fitting(context: typer.Context, way: str) -> None:
     if idle:
         flags = {name: f"--{name.replace('_', '-')}" for name in sorted(takes - _SPEC)}
         spec = ["SPEC"] if "spec" in takes else []
+        otherwise = "" if {"--layouts", "--block-sizes"}.isdisjoint(idle) else ", or set --layout auto"
         raise ConfigError(
-            f"{' and '.join(idle)} would do nothing with {way}, which takes {', '.join([*spec, *flags.values()])}; leave it out"
+            f"{' and '.join(idle)} would do nothing with {way}, which takes {', '.join([*spec, *flags.values()])}; leave it out{otherwise}"
         )
 
 

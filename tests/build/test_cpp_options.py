@@ -12,8 +12,8 @@ import torch
 
 from pagegen.build import build
 from pagegen.build.cpp import compile_library
-from pagegen.catalog import variant
-from pagegen.check import quick_suite
+from pagegen.catalog import template_for, variant
+from pagegen.check import check_variant, quick_suite
 from pagegen.check.compare import check_calls
 from pagegen.errors import KernelError
 from pagegen.kernel import NO_ATTEND_EXTRAS, TORCH_DTYPES, Attend, AttendExtras, allocate_cache
@@ -99,6 +99,27 @@ def test_options_pass_a_slice_of_the_gate(target: str, name: str) -> None:
 @pytest.mark.parametrize("name", SPECS)
 def test_options_pass_the_gate(target: str, name: str) -> None:
     assert not gate(suited(SPECS[name], target), target, every=1)
+
+
+ENDS = [
+    (knob.name, value)
+    for knob in template_for(Op.ATTEND, spec_of(), best_cpu()).space(spec_of(), best_cpu()).knobs
+    for value in (knob.values[0], knob.values[-1])
+]
+
+
+@pytest.mark.parametrize(
+    ("knob", "value"), [pytest.param(*end, marks=[] if end == ("prefetch", 0) else pytest.mark.long) for end in ENDS]
+)
+@pytest.mark.parametrize("layout", ["NHD", "HND", "HDN2"])
+def test_the_default_with_one_knob_at_either_end_passes_the_gate(layout: str, knob: str, value: int) -> None:
+    spec, target = spec_of(layout=layout, dtype="bf16", block_size=8), best_cpu()
+    space = template_for(Op.ATTEND, spec, target).space(spec, target)
+    changed = {**space.default.to_dict(), knob: value}
+    if why := space.broken(changed):
+        pytest.skip(why)
+    report = check_variant(render(variant(Op.ATTEND, spec, target, space.config(changed))))
+    assert report.passed, report.reason
 
 
 # --- what a batch looks like here ------------------------------------------------------------------------------------

@@ -572,12 +572,11 @@ inline void locate(const pg_attend_args& a, const int32_t* table, int64_t head, 
 
 // Gives head h of a tile its lines of the tile ahead, in the order of memory.
 inline void look_ahead(Scratch& w, const pg_attend_args& a, const Tile& tile, const Tile& ahead, int h, int heads) {
-  if (PREFETCH == 0) return;
   {
     const char** list = w.k_ahead.list;
     int lines = 0;
     constexpr int ROW = BLOCK * 4, ROWS_OF_LINE = std::max(1, 64 / ROW);  // bytes of 2 dims in a block
-    for (int i = 0; i < ahead.count; i += run_of(ahead, i)) {
+    for (int i = 0; PREFETCH > 0 && i < ahead.count; i += run_of(ahead, i)) {
       const int bytes = run_of(ahead, i) * 4;
       for (int d = 0; d < D / 2; d += ROWS_OF_LINE)
         for (int byte = 0; byte < bytes && lines < TILE_KV * K_LINES; byte += 64)
@@ -588,7 +587,7 @@ inline void look_ahead(Scratch& w, const pg_attend_args& a, const Tile& tile, co
   {
     const char** list = w.v_ahead.list;
     int lines = 0;
-    for (int i = 0; i < ahead.count; ++i)
+    for (int i = 0; PREFETCH > 0 && i < ahead.count; ++i)
       for (int j = 0; j < V_LINES; ++j) list[lines++] = reinterpret_cast<const char*>(ahead.v[i] + h * a.v_stride_head) + j * 64;
     w.v_ahead.begin(lines);
   }

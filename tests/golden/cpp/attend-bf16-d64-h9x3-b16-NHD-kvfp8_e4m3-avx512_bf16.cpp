@@ -699,13 +699,12 @@ inline void locate(const pg_attend_args& a, const int32_t* table, int64_t head, 
 
 // Gives head h of a tile its lines of the tile ahead, in the order of memory.
 inline void look_ahead(Scratch& w, const pg_attend_args& a, const Tile& tile, const Tile& ahead, int h, int heads) {
-  if (PREFETCH == 0) return;
   {
     const char** list = w.k_ahead.list;
     int lines = 0;
     // All KV heads of a token, then the next token.
     int token = h * tile.count / heads, head = h * tile.count % heads;
-    for (const int end = std::clamp(ahead.count * heads - h * tile.count, 0, tile.count) * K_LINES; lines < end;) {
+    for (const int end = PREFETCH == 0 ? 0 : std::clamp(ahead.count * heads - h * tile.count, 0, tile.count) * K_LINES; lines < end;) {
       const char* row = reinterpret_cast<const char*>(ahead.k[token] + head * a.k_stride_head);
       for (int j = 0; j < K_LINES; ++j) list[lines++] = row + j * 64;
       if (++head == heads) head = 0, ++token;
@@ -717,7 +716,7 @@ inline void look_ahead(Scratch& w, const pg_attend_args& a, const Tile& tile, co
     int lines = 0;
     // All KV heads of a token, then the next token.
     int token = h * tile.count / heads, head = h * tile.count % heads;
-    for (const int end = std::clamp(ahead.count * heads - h * tile.count, 0, tile.count) * V_LINES; lines < end;) {
+    for (const int end = PREFETCH == 0 ? 0 : std::clamp(ahead.count * heads - h * tile.count, 0, tile.count) * V_LINES; lines < end;) {
       const char* row = reinterpret_cast<const char*>(ahead.v[token] + head * a.v_stride_head);
       for (int j = 0; j < V_LINES; ++j) list[lines++] = row + j * 64;
       if (++head == heads) head = 0, ++token;

@@ -38,6 +38,12 @@ on the batches of the phase. Nothing is measured; what is left is ranked by a mo
 - *occupancy*: so little fits on a multiprocessor that one of its schedulers has no warp.
 - *spills*: a kernel spills registers, where others of the row do not.
 - *duplicate*: on these batches the same kernels are launched on the same grids as by another config of the row.
+
+Where the device is, `pagegen tune` tells duplicates, too, before it builds them, and answers them from the trial of their like
+without counting them: on a GPU those for which the launcher would launch the same programs on the same grids. Different programs
+that compile to the same binary, and what is of no use by its registers or its shared memory, take a compile to tell: they
+are left out here alone. For a CPU a config alone says what is done on these batches, and nothing is refused by it but by
+the space's constraints. The model's estimates refuse nothing anywhere.
 """
 KINDS = ("does not compile", "shared memory", "registers", "occupancy", "spills", "duplicate")
 

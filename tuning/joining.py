@@ -27,6 +27,7 @@ from pagegen.tuning.roofline import Roofline
 from pagegen.tuning.sampling import Coding
 from pagegen.tuning.search import Progress, search
 from pagegen.tuning.shortlist import source_digest
+from pagegen.tuning.static_same import signature_of
 from pagegen.tuning.stopping import StopRule
 from pagegen.tuning.storage import in_reach, open_storage, shown
 from pagegen.tuning.study import BucketStudy
@@ -116,6 +117,7 @@ def studies(
                     seed=f"{job.seed}{worker}",
                     total=total,
                     sampler=job.sampler,
+                    signature=signature_of(job.spec, evaluator.target, evaluator.workloads[phase], evaluator.threads),
                 )
                 if not worker:
                     opened[phase.value].describe(JOB, {**job.to_dict(), "opened": time.time()})

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pagegen.build.triton import KernelCall, attend_calls, compile_call, toolchain
 from pagegen.catalog import variant
 from pagegen.errors import BuildError, RenderError
-from pagegen.render import render
+from pagegen.render import Source, render
 from pagegen.resources import KeptResources, Resources, gpu_resources
 from pagegen.space import Config
 from pagegen.spec import KernelSpec, Op
@@ -44,18 +44,22 @@ def compile_candidate(job: Job) -> Launches | str:
 
 
 def _launches(job: Job) -> Launches | str:
-    target = parse_target(job.target)
     try:
-        source = render(variant(Op.ATTEND, job.spec, target, job.config))
-        batches = [(sum(point.query_lens), len(point.query_lens), max(point.context_lens)) for point in job.points]
-        calls = attend_calls(source, batches)
-        found = _resources_of([call for each in calls for call in each], target, source.key)
+        source, calls = launched_by(job)
+        found = _resources_of([call for each in calls for call in each], parse_target(job.target), source.key)
     except (BuildError, RenderError) as error:
         return str(error)
     return {
         point.name: tuple(Launch(_name(call), call.grid, _rows(call), found[_program(call)]) for call in each)
         for point, each in zip(job.points, calls, strict=True)
     }
+
+
+def launched_by(job: Job) -> tuple[Source, list[list[KernelCall]]]:
+    """The candidate's source, and what it would launch for each batch; nothing is compiled. Raises RenderError or BuildError."""
+    source = render(variant(Op.ATTEND, job.spec, parse_target(job.target), job.config))
+    batches = [(sum(point.query_lens), len(point.query_lens), max(point.context_lens)) for point in job.points]
+    return source, attend_calls(source, batches)
 
 
 def _resources_of(calls: Sequence[KernelCall], target: Target, key: str) -> dict[str, Resources]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from pagegen.catalog import products
 from pagegen.space import Config
@@ -39,6 +39,7 @@ class Rows:
     tile: int  # tokens
     packed: bool
     block: int  # rows that share a loaded vector
+    mixed: tuple[int, bool] | None = None  # where K or V alone is packed: the same there; two vectors of it at a time
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,6 +54,7 @@ class Share:
     rows: Rows
     last: Rows | None
     prefetch: int  # tiles ahead
+    folds: int = 0  # tokens after which a deterministic item that cuts queries merges what it has
     heads: int = 1  # KV heads of one item
 
 
@@ -64,37 +66,56 @@ def work_of(spec: KernelSpec, target: Target, config: Config, point: Point, thre
     knobs = {name: int(value) for name, value in config.items}
     matrix = products(spec, target) == "matrix"
     alike = Counter(zip(point.query_lens, point.context_lens, strict=True))
-    shares = [_share(spec, knobs, matrix, count, *lengths) for lengths, count in alike.items()]
-    pieces = sum(share.sequences * sum(number for number, _, _ in _pieces(spec, share)) for share in shares)
-    if matrix or pieces < 4 * threads:
+    shares = [_share(spec, target, knobs, matrix, count, *lengths) for lengths, count in alike.items()]
+    if matrix or not _is_together(spec, shares, threads):
         return tuple(shares)
     return tuple(dataclasses.replace(share, heads=_together(spec, knobs, share)) for share in shares)
 
 
+def _is_together(spec: KernelSpec, shares: Sequence[Share], threads: int) -> bool:
+    """Whether items take several KV heads: the template's own rule."""
+    seen = {share: share.context - (_hidden(spec, share) if share.cuts_keys else 0) for share in shares}
+    longest = max((min(share.size, tokens) for share, tokens in seen.items() if share.cuts_keys), default=0)
+    work, turn = sum(share.sequences * tokens for share, tokens in seen.items()), longest * threads
+    return turn > 0 and 2 * math.ceil(work / turn) * turn <= 3 * work
+
+
 def _together(spec: KernelSpec, knobs: Mapping[str, int], share: Share) -> int:
-    """KV heads of one item, where there are items enough for the threads."""
+    """KV heads of one item, where they are taken together."""
     return max(1, min(spec.kv_heads, knobs["tile_q"] // share.queries)) if share.cuts_keys else 1
 
 
-def _share(spec: KernelSpec, knobs: Mapping[str, int], matrix: bool, count: int, queries: int, context: int) -> Share:
+def _share(
+    spec: KernelSpec, target: Target, knobs: Mapping[str, int], matrix: bool, count: int, queries: int, context: int
+) -> Share:
     few = knobs["tile_q"] if matrix else max(1, min(knobs["tile_q"], knobs["pack_rows"] // spec.group))
     cuts_keys = queries <= few
-    size = min(context, knobs["split_kv"]) if cuts_keys else knobs["tile_q"]
+    size = min(context, knobs["split_kv"]) if cuts_keys else min(queries, knobs["tile_q"])
     left = 0 if cuts_keys else queries % size
-    rows = _rows(spec, knobs, matrix, queries if cuts_keys else size, context)
-    last = _rows(spec, knobs, matrix, left, context) if left else None
-    return Share(count, queries, context, cuts_keys, size, rows, last, knobs["prefetch"])
+    rows = _rows(spec, target, knobs, matrix, queries if cuts_keys else size, context)
+    last = _rows(spec, target, knobs, matrix, left, context) if left else None
+    folds = min(context, knobs["split_kv"]) if spec.deterministic and not cuts_keys else 0
+    return Share(count, queries, context, cuts_keys, size, rows, last, knobs["prefetch"], folds)
 
 
-def _rows(spec: KernelSpec, knobs: Mapping[str, int], matrix: bool, queries: int, context: int) -> Rows:
+def _rows(
+    spec: KernelSpec, target: Target, knobs: Mapping[str, int], matrix: bool, queries: int, context: int
+) -> Rows:
     rows = queries * spec.group
     if matrix:
         tile = knobs["tile_few"] if rows <= MATRIX and "tile_few" in knobs else knobs["tile_kv"]
         return Rows(rows, min(tile, context), True, min(rows, 2 * MATRIX))
     packed = (spec.group if spec.deterministic else rows) >= knobs["pack_rows"]
-    block = knobs["row_block_packed" if packed else "row_block"]
-    tile = knobs["tile_kv"] if packed else min(knobs["tile_kv"], knobs.get("tile_few", knobs["tile_kv"]))
-    return Rows(rows, min(tile, context), packed, min(rows, block))
+    whole = max(context, 2 * target.lanes)  # a packed tile that may hold two vectors is multiplied two at a time
+    if packed:
+        return Rows(rows, min(knobs["tile_kv"], whole), True, min(rows, knobs["row_block_packed"]))
+    tile = min(knobs["tile_kv"], knobs.get("tile_few", knobs["tile_kv"]))
+    layout = spec.kv_layout
+    in_place = layout.k_order is not Order.HDN or layout.x == 1 or (layout.x == 2 and spec.cache_dtype.bits == 16)
+    if in_place and layout.v_order is not Order.HDN:
+        return Rows(rows, min(tile, context), False, min(rows, knobs["row_block"]))
+    mixed = (min(rows, knobs["row_block_packed"]), knobs["tile_kv"] >= 2 * target.lanes)
+    return Rows(rows, min(tile, context), False, min(rows, knobs["row_block"]), mixed)
 
 
 def seconds_of(spec: KernelSpec, target: Target, work: Work, threads: int) -> float:
@@ -112,10 +133,14 @@ def seconds_of(spec: KernelSpec, target: Target, work: Work, threads: int) -> fl
     return max(whole / threads, longest) / CLOCK
 
 
+def _hidden(spec: KernelSpec, share: Share) -> int:
+    """Tokens in front of the window of all queries."""
+    return 0 if spec.window is None else max(0, share.context - share.queries + 1 - spec.window)
+
+
 def _pieces(spec: KernelSpec, share: Share) -> Iterator[tuple[int, Rows, float]]:
     """(number, rows, mean keys) of the pieces into which one sequence is cut."""
-    before = share.context - share.queries
-    hidden = 0 if spec.window is None else max(0, before + 1 - spec.window)
+    before, hidden = share.context - share.queries, _hidden(spec, share)
     if share.cuts_keys:
         parts = math.ceil(share.context / share.size) - hidden // share.size
         yield parts, share.rows, (share.context - hidden) / parts

@@ -77,6 +77,11 @@ def rank(
     return sorted(good, key=lambda found: found.score) + pruned
 
 
+def work_of(spec: KernelSpec, target: Target, workload: Workload, config: Config, threads: int) -> Hashable:
+    """What a config does with the batches of a workload on a CPU: equal for configs that do the same."""
+    return tuple(static_cpu.work_of(spec, target, config, point, threads) for point in workload.points)
+
+
 def _work(
     spec: KernelSpec,
     target: Target,
@@ -85,9 +90,8 @@ def _work(
     threads: int,
     launches: Mapping[Config, Launches] | None,
 ) -> Hashable:
-    """What a config does with the batches of a workload: equal for configs that do the same."""
     if launches is None:
-        return tuple(static_cpu.work_of(spec, target, config, point, threads) for point in workload.points)
+        return work_of(spec, target, workload, config, threads)
     return tuple(tuple(launch.work for launch in launches[config][point.name]) for point in workload.points)
 
 

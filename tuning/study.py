@@ -7,6 +7,8 @@ Processes on any number of machines share a study, and no config is evaluated by
 number that the storage gives a trial is a ticket. Who has drawn one waits until every earlier trial that is still being
 chosen is decided, looks whether its config was taken or the total was reached, and then takes it by a lease (`lease`) or
 gives it up. A trial from the queue has an early number and is decided late: what waits in the queue counts as taken.
+
+Configs of which it is known beforehand that they do the same (`signature`) are one: whichever is evaluated answers for all.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import optuna
@@ -27,13 +29,14 @@ from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
 
 from pagegen.records import Evaluation, Status, ranked
-from pagegen.space import Config, ConfigSpace
+from pagegen.space import Config, ConfigSpace, Value
 from pagegen.tuning.lease import BEAT_SECONDS, LEASE, Heartbeat, holder
 from pagegen.tuning.pruning import Judge
 from pagegen.tuning.sampling import BRUTE, Coding, digest, make_sampler
 
 MAX_REPEATS = 8  # proposals in a row that are known already, before one is chosen that is not
 MAX_LOSSES = 2  # evaluations of one config that died with their process, before it counts as failing: it is retried once
+LOOKS = 4096  # configs around the best one that are looked at for one that is not known, before there is said to be none
 CHOICE_SECONDS = 0.05  # between two looks at a trial that another process is choosing
 
 
@@ -55,14 +58,18 @@ class Told:
 
 @dataclasses.dataclass(slots=True)
 class _Book:
-    """What a study's trials say, by config."""
+    """What a study's trials say, by config; and by `kind`, which is the same for configs that do the same."""
 
-    evaluated: dict[Config, tuple[int, Evaluation]]
-    running: set[Config]
-    queued: set[Config]
+    kind: Callable[[Config], int]
+    evaluated: dict[Config, tuple[int, Evaluation]] = dataclasses.field(default_factory=dict)
+    answers: dict[int, tuple[int, Evaluation]] = dataclasses.field(default_factory=dict)
+    running: set[Config] = dataclasses.field(default_factory=set)
+    queued: set[Config] = dataclasses.field(default_factory=set)
+    taken: set[int] = dataclasses.field(default_factory=set)  # kinds that are at work or queued
 
     def __contains__(self, config: Config) -> bool:
-        return config in self.evaluated or config in self.running or config in self.queued
+        kind = self.kind(config)
+        return kind in self.answers or kind in self.taken
 
     def __len__(self) -> int:
         return len(self.evaluated.keys() | self.running | self.queued)
@@ -72,8 +79,8 @@ class BucketStudy:
     """One bucket's study, which any number of processes share. To be closed.
 
     `identity` holds everything that makes scores comparable; together with the space it becomes part of the study's
-    name, so that a changed template, machine or toolchain opens a new study. `beat` is the time between two renewals of
-    this process's leases, in seconds.
+    name, so that a changed template, machine or toolchain opens a new study. Configs of equal `signature`, by default equal
+    ones, count as one. `beat` is the time between two renewals of this process's leases, in seconds.
     """
 
     def __init__(
@@ -86,6 +93,7 @@ class BucketStudy:
         seed: int | str = 0,
         total: int = 40,
         sampler: str = "tpe",
+        signature: Callable[[Config], Hashable] = lambda config: config,
         beat: float = BEAT_SECONDS,
     ) -> None:
         self.space, self.total, self.sampler = space, total, sampler
@@ -93,6 +101,11 @@ class BucketStudy:
         self.stopped = ""  # why it ended before its total
         self.num_evaluated = 0  # configs, by whichever process, as of the last look at the storage
         self._coding = Coding(space)
+        self._signature = signature
+        self._kinds: dict[Hashable, int] = {}  # of signatures
+        self._kind_of: dict[Config, int] = {}
+        self._is_spent = False  # nothing new was left: who waits for others asks no sampler again and again
+        self._rest = iter(space)  # brute force: what comes before is evaluated, at work or queued
         self._ended: dict[int, tuple[Config | None, Evaluation | None]] = {}  # by trial: what has ended changes no more
         whole = {**identity, "space": self._coding.digest}
         self.identity = whole
@@ -166,7 +179,7 @@ class BucketStudy:
         """Takes over what another study, `origin`, says of configs that are not known here; how many there were."""
         before, book = self.num_inherited, self._book(self._read())
         for config, told in found.items():
-            if config not in book.evaluated:
+            if config not in book.evaluated:  # all are evidence, those that do the same too
                 self._add(config, told, {"inherited": origin})
         adopted = self.num_inherited - before
         self.total += adopted
@@ -205,7 +218,7 @@ class BucketStudy:
     # --- claiming ----------------------------------------------------------------------------------------------------
 
     def claim(self, only_queued: bool = False) -> Claim | None:
-        """The next config to evaluate; None if the total is reached, or every config is evaluated or at work.
+        """The next config to evaluate; None if the total is reached, or all that is left is known or at work.
 
         With `only_queued` nothing is chosen any more, and what somebody asked for is still evaluated.
         """
@@ -215,8 +228,9 @@ class BucketStudy:
             is_queued = any(trial.state is TrialState.WAITING for trial in trials)
             if len(book) >= self.total or (only_queued and not is_queued):
                 return None
-            if (self.sampler == BRUTE or attempt >= MAX_REPEATS) and not is_queued:
+            if (self.sampler == BRUTE or self._is_spent or attempt >= MAX_REPEATS) and not is_queued:
                 config = self._untried(book)
+                self._is_spent = config is None
                 if config is None:
                     return None
                 self._enqueue_missing([config])
@@ -236,12 +250,12 @@ class BucketStudy:
             self._refuse(trial, TrialState.PRUNED, broken)
             return None
         book = self._book(self._await_earlier(trial.number), before=trial.number)
-        if config in book.evaluated:
-            number, known = book.evaluated[config]
+        if answer := book.answers.get(self._kind(config)):
+            number, known = answer
             trial.set_user_attr("duplicate_of", number)
             self._tell(trial.number, known)
         elif config in book:
-            self._refuse(trial, TrialState.FAIL, "another process is evaluating it, or will")
+            self._refuse(trial, TrialState.FAIL, "another process is evaluating it or its like, or will")
         elif len(book) >= self.total:
             self._refuse(trial, TrialState.FAIL, "the total was reached")
         else:
@@ -275,21 +289,32 @@ class BucketStudy:
             time.sleep(CHOICE_SECONDS)
 
     def _untried(self, book: _Book) -> Config | None:
-        """A config that was never tried: in brute force the first, else one as near as possible to the best one found."""
+        """A config whose like was never tried: in brute force the first, else one as near as possible to the best one found,
+        in random search to any."""
         if self.sampler == BRUTE:
-            return next((config for config in self.space if config not in book), None)
+            return next((config for config in self._rest if config not in book), None)
         passed = [found for _, found in book.evaluated.values() if found.score is not None]
         best = min(passed, key=lambda found: found.score or math.inf, default=None)
         centre = dict(best.config) if best else self.space.default.to_dict()
-        nearest, found = len(centre) + 1, list[Config]()
-        for config in self.space:
-            apart = sum(centre.get(name) != value for name, value in config.items)
-            if apart > nearest or config in book:
-                continue
-            if apart < nearest:
-                nearest, found = apart, []
-            found.append(config)
-        return self._random.choice(found) if found else None
+        if self.sampler == "random":
+            centre = {knob.name: self._random.choice(knob.values) for knob in self.space.knobs}
+        near = itertools.islice(self._around(centre), LOOKS)
+        return next((config for config in near if config not in book), None)
+
+    def _around(self, centre: Mapping[str, Value]) -> Iterator[Config]:
+        """The configs by the number of knobs in which they differ from `centre`, those of one number in random order."""
+        knobs = self.space.knobs
+        for apart in range(len(knobs) + 1):
+            changes = [
+                dict(zip((knob.name for knob in changed), values, strict=True))
+                for changed in itertools.combinations(knobs, apart)
+                for values in itertools.product(*([v for v in knob.values if v != centre[knob.name]] for knob in changed))
+            ]
+            self._random.shuffle(changes)
+            for change in changes:
+                values = {knob.name: change.get(knob.name, centre[knob.name]) for knob in knobs}
+                if not self.space.broken(values):
+                    yield Config(tuple(values.items()))
 
     # --- finishing ---------------------------------------------------------------------------------------------------
 
@@ -352,7 +377,7 @@ class BucketStudy:
         book = self._book(trials)
         ended = [(config, trial.user_attrs["ended"]) for config, trial in self._known(trials) if "ended" in trial.user_attrs]
         for config, times in Counter(config for config, why in ended if why == "lost").items():
-            if times >= MAX_LOSSES and config not in book.evaluated:
+            if times >= MAX_LOSSES and self._kind(config) not in book.answers:
                 self._record_deadly(config, times)
         self._enqueue_missing([config for config, _ in ended])
 
@@ -376,9 +401,10 @@ class BucketStudy:
 
     def _enqueue_missing(self, configs: Sequence[Config], notes: dict[str, Any] | None = None) -> None:
         book = self._book(self._read(), before=math.inf)
-        for config in dict.fromkeys(configs):
+        for config in configs:
             if config not in book:
                 self._study.enqueue_trial(self._coding.encode(config), user_attrs=notes)
+                book.taken.add(self._kind(config))
 
     # --- reading -----------------------------------------------------------------------------------------------------
 
@@ -402,17 +428,26 @@ class BucketStudy:
             self._ended[trial.number] = content
         return content
 
+    def _kind(self, config: Config) -> int:
+        """A number for all configs that do the same: signatures may be large, and are looked at often."""
+        if config not in self._kind_of:
+            self._kind_of[config] = self._kinds.setdefault(self._signature(config), len(self._kinds))
+        return self._kind_of[config]
+
     def _book(self, trials: Sequence[FrozenTrial], before: float = 0) -> _Book:
         """What is evaluated, at work, and in the queue with a number below `before`."""
-        book = _Book({}, set(), set())
+        book = _Book(self._kind)
         for config, trial in self._known(trials):
             evaluation = self._content(trial)[1]
             if evaluation:
                 book.evaluated.setdefault(config, (trial.number, evaluation))
+                book.answers.setdefault(self._kind(config), (trial.number, evaluation))
             elif trial.state is TrialState.RUNNING and LEASE in trial.user_attrs:
                 book.running.add(config)
+                book.taken.add(self._kind(config))
             elif trial.state is TrialState.WAITING and trial.number < before:
                 book.queued.add(config)
+                book.taken.add(self._kind(config))
         self.num_evaluated = len(book.evaluated)
         return book
 

@@ -21,7 +21,7 @@ from pagegen.tuning.sampling import SAMPLERS, require_sampler
 from pagegen.tuning.search import Progress, search, share_trials
 from pagegen.tuning.stopping import StopRule
 from pagegen.tuning.storage import open_storage
-from pagegen.tuning.study import BucketStudy
+from pagegen.tuning.study import LOOKS, BucketStudy
 
 from .fake_tune import SPACE, WIDE, score
 
@@ -179,6 +179,56 @@ def test_configs_that_break_a_constraint_are_never_evaluated_nor_counted(storage
     space = ConfigSpace((Knob("a", tuple(range(12)), 0),), (odd,))
     study = run(storage, 50, lambda config: Evaluation(Status.PASSED, config.to_dict(), score=1.0 + int(config.to_dict()["a"])), space)
     assert sorted(found.config["a"] for _, found in study.evaluations) == [0, 2, 4, 6, 8, 10]
+
+
+def by_tile(config: Config) -> int:
+    """As if no other knob counted: five kinds of SPACE's forty configs."""
+    return int(config.to_dict()["tile"])
+
+
+@pytest.mark.parametrize("sampler", ["tpe", "random", "brute"])
+def test_of_configs_that_do_the_same_one_is_evaluated_and_answers_for_all(storage: BaseStorage, sampler: str) -> None:
+    """The search ends when nothing else is left, and another process that continues it finds nothing to do."""
+    seen: list[Config] = []
+    for made in (5, 0):
+        study = BucketStudy(storage, "s", SPACE, {}, total=30, sampler=sampler, signature=by_tile)
+        assert search({"only": study}, {"only": noting(seen)}) == made
+        study.close()
+    assert sorted(map(by_tile, seen)) == [16, 32, 64, 128, 256] and len(study.evaluations) == 5
+    answered = [trial for trial in study._study.trials if "duplicate_of" in trial.user_attrs]
+    for trial in answered:
+        told = study._study.trials[trial.user_attrs["duplicate_of"]]
+        assert by_tile(study._coding.decode(trial.params)) == by_tile(study._coding.decode(told.params)) and trial.value == told.value
+    assert sampler == "brute" or answered
+
+
+def test_a_config_whose_like_is_at_work_or_queued_is_not_tried_beside_it(storage: BaseStorage) -> None:
+    first, second = (BucketStudy(storage, "s", SPACE, {}, total=30, signature=by_tile) for _ in range(2))
+    claim = first.claim()
+    assert claim and claim.config == SPACE.default
+    likes = [SPACE.config({"tile": tile, "unroll": unroll}) for tile in (64, 32) for unroll in (1, 2, 4)]
+    second.enqueue(likes)  # those of tile 64 are at work; of tile 32 one stands for all
+    claims = [second.claim() for _ in range(5)]
+    assert claims[0] and claims[0].config == likes[3] and claims[-1] is None
+    assert sorted(by_tile(each.config) for each in claims if each) == [16, 32, 128, 256]
+    trials = len(first._study.trials)
+    assert second.claim() is None and len(first._study.trials) == trials  # as often as it looks, it proposes nothing more
+    for study in (first, second):
+        study.close()
+
+
+def test_a_large_space_is_not_listed_to_find_that_all_of_it_does_the_same(storage: BaseStorage) -> None:
+    large = ConfigSpace(tuple(Knob(f"knob{number}", tuple(range(10)), 0) for number in range(9)))
+    looked: list[Config] = []
+
+    def signature(config: Config) -> int:
+        looked.append(config)
+        return min(2, sum(int(value) for _, value in config.items))
+
+    study = BucketStudy(storage, "s", large, {}, total=9, signature=signature)
+    made = search({"only": study}, {"only": lambda config, judge: Evaluation(Status.PASSED, config.to_dict(), score=1.0)})
+    study.close()
+    assert made == 3 and len(looked) < 2 * LOOKS
 
 
 CHANGED = {

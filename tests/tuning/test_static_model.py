@@ -175,6 +175,32 @@ def test_knobs_that_a_batch_does_not_reach_make_no_difference_to_it() -> None:
     assert len({work(tile_few=64), work(prefetch=0), work(prefetch=2), work(row_block=1), work(tile_q=4), work()}) == 6
 
 
+def works_of(batch: str, slug: str, target: Target, *each: dict[str, int]) -> set[static_cpu.Work]:
+    """What configs do with a batch on one thread: as many as there are different works."""
+    spec, point = parse_slug(slug)[0], Point.parse(batch)
+    return {static_cpu.work_of(spec, target, config(target, spec, **knobs), point, 1) for knobs in each}
+
+
+@pytest.mark.parametrize(
+    ("batch", "slug", "one", "other"),
+    [
+        ("1x1@1024", "fp32-d64-h8x8-b16-NHD", {"tile_q": 4}, {"tile_q": 8}),  # KV heads of an item, though the items are few
+        ("1x64@600", "fp32-d64-h8x8-b16-NHD-det", {"split_kv": 256}, {"split_kv": 512}),  # prefill is merged in decode's parts
+        ("8x4@512", "fp32-d64-h8x8-b16-HDN8", {"row_block_packed": 2}, {"row_block_packed": 4}),  # K is packed for few rows, too
+        ("8x4@512", "fp32-d64-h8x8-b16-HDN_HDN", {"row_block_packed": 2}, {"row_block_packed": 4}),  # V is
+        ("1x12@12", "fp32-d64-h8x8-b16-NHD", {"pack_rows": 8, "tile_kv": 16}, {"pack_rows": 8, "tile_kv": 32}),  # by two vectors
+    ],
+)
+def test_what_makes_a_difference_in_the_template_makes_one_here(
+    batch: str, slug: str, one: dict[str, int], other: dict[str, int]
+) -> None:
+    assert len(works_of(batch, slug, AVX512, one, other)) == 2
+
+
+def test_a_tile_of_queries_that_none_fills_is_as_large_as_they_are() -> None:
+    assert len(works_of("2x20@300", "fp32-d64-h8x8-b16-NHD", AVX512, {"tile_q": 32}, {"tile_q": 64}, {"tile_q": 16})) == 2
+
+
 def test_threads_share_one_long_sequence_once_it_is_cut_and_prefetching_hides_what_is_read() -> None:
     spec, point = parse_slug("bf16-d128-h4x1-b16-NHD")[0], Point.parse("1x1@8192")
 

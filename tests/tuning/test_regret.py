@@ -72,10 +72,11 @@ def test_the_static_model_ranks_better_than_chance(script: ModuleType, truth: An
     assert script.spearman(truth, script.ranking(truth)) > 0.3
 
 
-def test_the_search_needs_few_trials(script: ModuleType, truth: Any) -> None:
-    """A search that needs more than the share is not followed to its end."""
+def test_the_search_needs_few_trials(script: ModuleType) -> None:
+    """The claim itself, on the smallest space: fewer seeds are a matter of luck. Who needs more than the share is not followed."""
+    truth = min(map(script.Truth.read, TRUTHS), key=lambda each: len(each.once))
     most = script.TRIALS_SHARE * len(truth.once)
-    row = script.replay(truth, range(5), (script.TUNER,), int(most) + 1)
+    row = script.replay(truth, range(20), (script.TUNER,), int(most) + 1)
     assert row.median(script.TUNER) <= most, row.trials
 
 

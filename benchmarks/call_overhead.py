@@ -52,6 +52,7 @@ def main() -> None:
 
     ways: dict[str, Callable[[], None]] = {
         "kernel": _ready(attend, inputs),
+        "attend.prepared": attend.prepared(inputs.out, inputs.q, *caches, *rest, lse=inputs.lse, extras=inputs.extras),
         "attend": lambda: attend(inputs.out, inputs.q, *caches, *rest, lse=inputs.lse, extras=inputs.extras),
         "attend, 32 layers": model,
         "torch.ops.pagegen.attend": lambda: operator(number, inputs.out, inputs.q, *caches, *rest, inputs.lse),

@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -227,6 +228,10 @@ class _Layer:
         )
 
 
+def _geometry_of(out: torch.Tensor, q: torch.Tensor) -> tuple[Any, ...]:
+    return (q.shape, q.stride(), out.shape, out.stride(), q.dtype, out.dtype, q.device, out.device)
+
+
 class CppAttend(CppKernel):
     """`Attend` on a C++ library; uses torch.get_num_threads() threads."""
 
@@ -257,52 +262,107 @@ class CppAttend(CppKernel):
         layer = self._layers.get(id(k_cache))
         if layer is None or not layer.holds(k_cache, v_cache, extras):
             layer = self._checked_layer(k_cache, v_cache, extras, length(q))
-        geometry = (q.shape, q.stride(), out.shape, out.stride(), q.dtype, out.dtype, q.device, out.device)
+        geometry = _geometry_of(out, q)
         if geometry != self._geometry or lse is not None or spec.lse:
             check_query(spec, out, q, lse, k_cache.device)
             self._geometry = geometry
         if not self._are_checked(block_table, context_lens, cu_seqlens_q):  # by the first layer of a step
             check_tables(block_table, context_lens, cu_seqlens_q, k_cache.device)
             self._are_checked = _same(block_table, context_lens, cu_seqlens_q)
+        packed = self._pack(_workspace(0), layer, geometry, out, q, block_table, context_lens, cu_seqlens_q, scale, lse)
+        status = self._run(packed)
+        if status == WORKSPACE_TOO_SMALL:  # this thread's buffer grows, once in a while
+            buffer = _workspace(self._room(packed))
+            status = self._run(self._pack(buffer, layer, geometry, out, q, block_table, context_lens, cu_seqlens_q, scale, lse))
+        if status:
+            self._check(status)
+
+    def prepared(
+        self,
+        out: torch.Tensor,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        block_table: torch.Tensor,
+        context_lens: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        *,
+        scale: float | None = None,
+        lse: torch.Tensor | None = None,
+        extras: AttendExtras = NO_ATTEND_EXTRAS,
+    ) -> Callable[[], None]:
+        """A call on these very tensors, checked and packed now, so that it costs hardly more than the kernel.
+
+        What they hold may change from one call to the next; where they lie, their shapes and the number of torch's threads may
+        not. It keeps them alive, has a workspace of its own, and is for one thread at a time. Raises KernelError as a call does.
+        """
+        check_query(self.spec, out, q, lse, k_cache.device)
+        check_tables(block_table, context_lens, cu_seqlens_q, k_cache.device)
+        layer = self._checked_layer(k_cache, v_cache, extras, length(q))
+        geometry, buffer = _geometry_of(out, q), torch.empty(64, dtype=torch.uint8)
+        packed = self._pack(buffer, layer, geometry, out, q, block_table, context_lens, cu_seqlens_q, scale, lse)
+
+        def call(_kept: object = (k_cache, v_cache)) -> None:  # which the layer does not hold
+            nonlocal buffer, packed
+            status = self._run(packed)
+            if status == WORKSPACE_TOO_SMALL:
+                buffer = torch.empty(self._room(packed) + 64, dtype=torch.uint8)
+                packed = self._pack(buffer, layer, geometry, out, q, block_table, context_lens, cu_seqlens_q, scale, lse)
+                status = self._run(packed)
+            if status:
+                self._check(status)
+
+        return call
+
+    def _room(self, packed: bytes) -> int:
+        """Bytes of workspace that a call needs. Raises KernelError for what the library refuses."""
+        size = int(self._workspace_bytes(packed))
+        self._check(-min(size, 0))
+        return size
+
+    def _pack(
+        self,
+        buffer: torch.Tensor,
+        layer: _Layer,
+        geometry: tuple[Any, ...],
+        out: torch.Tensor,
+        q: torch.Tensor,
+        block_table: torch.Tensor,
+        context_lens: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        scale: float | None,
+        lse: torch.Tensor | None,
+    ) -> bytes:
+        """AttendArgs with `buffer` as the workspace; `geometry` as `_geometry` has it."""
+        workspace = -(-buffer.data_ptr() // 64) * 64
         (tokens, _, _), (q_token, q_head, _), _, (out_token, out_head, _) = geometry[:4]
         seqs, width = block_table.shape
-        size = 0
-        while True:
-            buffer = _workspace(size)
-            workspace = -(-buffer.data_ptr() // 64) * 64
-            plain = _PLAIN.pack(
-                _ARGS_SIZE,
-                q.data_ptr(),
-                out.data_ptr(),
-                0 if lse is None else lse.data_ptr(),
-                *layer.addresses,
-                block_table.data_ptr(),
-                context_lens.data_ptr(),
-                cu_seqlens_q.data_ptr(),
-                workspace,
-                buffer.data_ptr() + buffer.numel() - workspace,
-                tokens,
-                seqs,
-                layer.num_blocks,
-                width,
-                q_token,
-                q_head,
-                out_token,
-                out_head,
-                *((0, 0) if lse is None else lse.stride()),
-                *layer.strides,
-                block_table.stride(0),
-                self._scale if scale is None else scale,
-                torch.get_num_threads(),
-            )
-            status = self._run(plain + layer.tail)
-            if status != WORKSPACE_TOO_SMALL or size:
-                break
-            size = self._workspace_bytes(plain + layer.tail)  # this thread's buffer grows, once in a while
-            if size < 0:
-                status = -size
-                break
-        self._check(status)
+        plain = _PLAIN.pack(
+            _ARGS_SIZE,
+            q.data_ptr(),
+            out.data_ptr(),
+            0 if lse is None else lse.data_ptr(),
+            *layer.addresses,
+            block_table.data_ptr(),
+            context_lens.data_ptr(),
+            cu_seqlens_q.data_ptr(),
+            workspace,
+            buffer.data_ptr() + buffer.numel() - workspace,
+            tokens,
+            seqs,
+            layer.num_blocks,
+            width,
+            q_token,
+            q_head,
+            out_token,
+            out_head,
+            *((0, 0) if lse is None else lse.stride()),
+            *layer.strides,
+            block_table.stride(0),
+            self._scale if scale is None else scale,
+            torch.get_num_threads(),
+        )
+        return plain + layer.tail
 
     def _checked_layer(self, k_cache: torch.Tensor, v_cache: torch.Tensor, extras: AttendExtras, tokens: int) -> _Layer:
         """Checks caches and extras, and remembers them for the next call."""

@@ -13,6 +13,7 @@ from pagegen.catalog import variant
 from pagegen.errors import ConfigError, GateError
 from pagegen.loader import toolchain
 from pagegen.package import Packaged, install_package, installed_phases, write_package
+from pagegen.paths import lock_of, locked
 from pagegen.records import DispatchTable, Evaluation, Status
 from pagegen.render import render
 from pagegen.space import Config, Value
@@ -172,17 +173,18 @@ def tune(
             "roofline": roofline.to_dict() if roofline else None,
             "carried": {},
         }
-    before, kept = kept, others()  # anew: another process may have tuned one of them meanwhile
-    _tell(say, [line for line in kept.lines if line not in before.lines])
-    record = kept.joined(Record(facts, trials_of, finals, contest, unevaluated))
-    decided = decide(record)
-    document = {**record.facts, **decided.document}
-    with evaluator.busy():  # it compiles what the cache has lost, write_kv and copy_blocks
-        package = _write_package(folder / "package", spec, where, evaluator.default, decided, document)
-    installed = _install(package, spec, where, decided, say) if install else None
-    places = {"package": str(package), "installed": str(installed) if installed else None, "report": str(folder / "report.md")}
-    document = write_record(folder, record, {**decided.document, **places})
-    report = write_report(folder, document, decided.rows, decided.conditions)
+    with locked(lock_of(folder / TUNE)):  # who tunes another phase meanwhile reads this record, or this run reads theirs
+        before, kept = kept, others()
+        _tell(say, [line for line in kept.lines if line not in before.lines])
+        record = kept.joined(Record(facts, trials_of, finals, contest, unevaluated))
+        decided = decide(record)
+        document = {**record.facts, **decided.document}
+        with evaluator.busy():  # it compiles what the cache has lost, write_kv and copy_blocks
+            package = _write_package(folder / "package", spec, where, evaluator.default, decided, document)
+        installed = _install(package, spec, where, decided, say) if install else None
+        places = {"package": str(package), "installed": str(installed) if installed else None, "report": str(folder / "report.md")}
+        document = write_record(folder, record, {**decided.document, **places})
+        report = write_report(folder, document, decided.rows, decided.conditions)
     return TuneResult(package, installed, report, decided.winners, decided.rows, decided.conditions, document)
 
 

@@ -42,7 +42,12 @@ FACTS: Mapping[str, type] = {
     "finalists": dict,
 }
 
-LATER = frozenset({"roofline", "stopped", "warm_start", "carried"})  # facts that an older record may lack
+LATER: Mapping[str, type | tuple[type, ...]] = {  # facts that an older record may lack
+    "roofline": (dict, type(None)),
+    "stopped": dict,
+    "warm_start": list,
+    "carried": dict,
+}
 
 Rounds = Mapping[Phase, Mapping[Point, Measurement]]
 
@@ -78,7 +83,7 @@ class Record:
     @functools.cached_property
     def roofline(self) -> Roofline | None:
         """The machine's limits, if they were measured."""
-        return Roofline.from_dict(self.facts["roofline"]) if self.facts["roofline"] else None
+        return Roofline.from_dict(self.facts["roofline"]) if self.facts.get("roofline") else None
 
 
 def to_keep(measurement: Measurement) -> Measurement:
@@ -163,6 +168,14 @@ class OtherRun(Exception):
 def _check(record: Record) -> None:
     """Raises KeyError or ValueError for a record that decisions cannot be made from."""
     record.spec, record.roofline  # noqa: B018  # read now
+    wrong = [name for name, kind in LATER.items() if name in record.facts and not isinstance(record.facts[name], kind)]
+    if wrong:
+        raise ValueError(f"{wrong[0]!r} is of another type")
+    for suggestion in record.facts.get("warm_start", []):
+        Phase(suggestion["phase"])
+    wrong = [name for name in ("digests", "spans", "moved") if not isinstance(record.facts["workload"].get(name, {}), dict)]
+    if wrong:
+        raise ValueError(f"{wrong[0]!r} of the workload is of another type")
     for phase, workload in record.workloads.items():
         names, points = record.finalists[phase], set(workload.points)
         rounds = [record.contest] + [record.finals] * (len(names) > 1)

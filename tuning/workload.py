@@ -31,6 +31,7 @@ MAX_COPIES = 1 << 15  # of a batch; a measurement makes fewer calls, so that non
 COLD_SHARE = 8  # of the memory that is free, copies of a batch take at most one in so many parts
 MAX_SEQS = 1 << 16  # of a batch
 MAX_WEIGHT = 1e9  # of a batch
+MAX_SUM = 1e15  # of a batch that stands for others
 _GROUP = re.compile(r"(\d{1,9})x(\d{1,9})@(\d{1,9})", re.ASCII)
 
 
@@ -134,8 +135,8 @@ class Workload:
         if not isinstance(points, Mapping):
             raise ConfigError("workload points must map a batch such as 8x1@2048 to its weight")
         for name, weight in points.items():
-            if isinstance(weight, bool) or not isinstance(weight, int | float) or abs(weight) > MAX_WEIGHT:
-                raise ConfigError(f"point {name!r}: weight {weight!r} is not a number up to {MAX_WEIGHT:g}")
+            if isinstance(weight, bool) or not isinstance(weight, int | float) or abs(weight) > MAX_SUM:
+                raise ConfigError(f"point {name!r}: weight {weight!r} is not a number up to {MAX_SUM:g}")
         warm = values.get("warm", False)
         if not isinstance(warm, bool):
             raise ConfigError(f"workload warm={warm!r} is not true or false; leave it out for KV that is out of cache")

@@ -27,7 +27,7 @@ from pagegen.transfer import block_bytes
 from pagegen.tuning.dispatch import Span, span_of
 from pagegen.tuning.static_cpu import CLOCK, READ
 from pagegen.tuning.static_gpu import DEVICES
-from pagegen.tuning.workload import WORKLOAD_FORMAT, Point, Workload, blocks_of
+from pagegen.tuning.workload import MAX_WEIGHT, WORKLOAD_FORMAT, Point, Workload, blocks_of
 
 PRESETS = Path(__file__).parent / "presets"
 MAX_POINTS = 12  # of a phase; what has more is sampled
@@ -257,9 +257,14 @@ def read_workloads(path: Path) -> dict[Phase, Workload]:
         )  # all but the points
     except ConfigError as error:
         raise ConfigError(f"workload {path}: {error}") from None
-    points = [_parse(*entry) for entry in _entries(path, root)]
     by_phase: dict[Phase, list[Point]] = {}
-    for point in points:
+    lines = dict[str, int]()
+    for line, name, weight in _entries(path, root):
+        where = f"workload {path}, line {line}"
+        point = _parse(where, name, weight)
+        if point.name in lines:  # perhaps spelt otherwise
+            raise ConfigError(f"{where}: batch {name} stands on line {lines[point.name]} too; leave one of them out")
+        lines[point.name] = line
         rows = point.query_lens
         phase = empty.phase if "phase" in values else phase_of(sum(rows), len(rows), max(rows))
         by_phase.setdefault(phase, []).append(point)
@@ -270,26 +275,24 @@ def read_workloads(path: Path) -> dict[Phase, Workload]:
     }
 
 
-def _entries(path: Path, root: yaml.MappingNode) -> list[tuple[str, str, str]]:
-    """(where it stands, batch, weight) of every point as it is written. Raises ConfigError."""
+def _entries(path: Path, root: yaml.MappingNode) -> list[tuple[int, str, str]]:
+    """(line, batch, weight) of every point as it is written. Raises ConfigError."""
     points = next((value for key, value in root.value if key.value == "points"), None)
     if not isinstance(points, yaml.MappingNode) or not points.value:
         raise ConfigError(f"workload {path}: points must map a batch such as 8x1@2048 to its weight")
-    entries, seen = [], dict[str, int]()
-    for key, value in points.value:
-        line, name = key.start_mark.line + 1, str(key.value)
-        where = f"workload {path}, line {line}"
-        if name in seen:
-            raise ConfigError(f"{where}: batch {name} stands on line {seen[name]} too; leave one of them out")
-        seen[name] = line
-        entries.append((where, name, value.value if isinstance(value, yaml.ScalarNode) else ""))
-    return entries
+    return [
+        (key.start_mark.line + 1, str(key.value), value.value if isinstance(value, yaml.ScalarNode) else "")
+        for key, value in points.value
+    ]
 
 
 def _parse(where: str, name: str, weight: str) -> Point:
     try:
-        return Point.parse(name, float(weight))
+        point = Point.parse(name, float(weight))
     except ValueError:
         raise ConfigError(f"{where}: weight {weight!r} of {name} is not a number") from None
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
+    if point.weight > MAX_WEIGHT:  # those of a record are sums of such
+        raise ConfigError(f"{where}: weight {weight} of {name} is more than {MAX_WEIGHT:g}; only their ratios count")
+    return point

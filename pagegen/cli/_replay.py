@@ -9,6 +9,7 @@ from typing import Any
 import typer
 
 from pagegen.cli._common import is_folder, note, print_json, spec_from
+from pagegen.errors import ConfigError
 
 
 def run_replay(
@@ -24,7 +25,10 @@ def run_replay(
     if spec is not None and is_folder(spec):
         folder = Path(spec)
     else:
-        slug = spec_from(spec, model, overrides)[0].slug
+        found_spec = spec_from(spec, model, overrides)[0]
+        if found_spec.layout is None:
+            raise ConfigError("--replay is for one layout; name that of a pair, such as --layout NHD, or the folder of its record")
+        slug = found_spec.slug
         folder = find_record(out, slug, None if target == "auto" else parse_target(target).slug, name_of(workload))
     found = replay(folder)
     if json:

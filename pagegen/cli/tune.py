@@ -225,7 +225,7 @@ def command(
         from pagegen.cli._cotune import run_cotune, show_cotune
 
         _require_fitting(context, "a layout of auto")
-        each = {"trials": trials or TRIALS, "sampler": sampler, "roofline_share": roofline_share, "patience": patience}
+        each = {"trials": TRIALS if trials is None else trials, "sampler": sampler, "roofline_share": roofline_share, "patience": patience}
         where = {"target": target, "phase": phase, "max_context": longest, "budget": budget, "out": out, "seed": seed}
         document = run_cotune(found, workload, block_sizes, layouts, **each, **where, warm_start=warm_start, workers=workers)
         return print_json(document) if json else show_cotune(document, Path(document["report"]))

@@ -161,9 +161,9 @@ def cut(folder: Path, name: str) -> None:
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
 
 
-def set_format(folder: Path) -> None:
+def change(folder: Path, **facts: object) -> None:
     document = json.loads((folder / "tune.json").read_text())
-    (folder / "tune.json").write_text(json.dumps({**document, "format": FORMAT - 1}))
+    (folder / "tune.json").write_text(json.dumps({**document, **facts}))
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,10 @@ def set_format(folder: Path) -> None:
         (lambda folder: (folder / "tune.json").write_text("{"), "is damaged"),
         (lambda folder: (folder / "timings.jsonl").unlink(), "timings.jsonl cannot be read"),
         (lambda folder: (folder / "timings.jsonl").write_text("{}\n"), "is damaged"),
-        (set_format, f"has format {FORMAT - 1}, this pagegen reads format {FORMAT}"),
+        (lambda folder: change(folder, warm_start=[{}]), "is damaged (KeyError: 'phase')"),
+        (lambda folder: change(folder, stopped=[]), "'stopped' is of another type"),
+        (lambda folder: change(folder, workload={"name": "w", "digests": None}), "'digests' of the workload is of another type"),
+        (lambda folder: change(folder, format=FORMAT - 1), f"has format {FORMAT - 1}, this pagegen reads format {FORMAT}"),
         (lambda folder: cut(folder, "timings.jsonl"), "timings.jsonl lacks batches of prefill"),
         (lambda folder: cut(folder, "trials.jsonl"), "trials, the decision was made from"),
     ],

@@ -72,6 +72,8 @@ def test_batches_without_a_phase_belong_to_where_they_are_dispatched(tmp_path: P
         ("format: 1\npoints:\n  1x9@3: 1\n", "line 3: point"),
         ("format: 1\npoints:\n  99999999x1@5: 1\n", "line 3: point"),
         ("format: 1\npoints:\n  1x1@1: 1\n  1x1@1: 2\n", "line 4: batch 1x1@1 stands on line 3"),
+        ("format: 1\npoints:\n  1x1@64+1x1@64: 1\n  2x1@64: 2\n", "line 4: batch 2x1@64 stands on line 3"),
+        ("format: 1\npoints:\n  1x1@1: 2e9\n", "line 3: weight 2e9 of 1x1@1 is more than 1e+09"),
         ("format: 1\npoints: {1x1@1: 1\n", "line 3"),
         ("format: 1\npoints: 1999-99-99\n", "is not YAML"),
     ],

@@ -75,7 +75,10 @@ def _locked(path: Path, kind: int, what: str, say: Callable[[str], None]) -> Ite
                 continue  # removed by somebody who cleans up: others would lock the new file
             os.ftruncate(handle, 0)
             os.pwrite(handle, f"{_self()}\n".encode(), 0)
-            yield
+            try:
+                yield
+            finally:
+                os.ftruncate(handle, 0)  # or those who wait for others that hold it, too, would be told of this process
             return
         finally:
             os.close(handle)

@@ -62,6 +62,15 @@ def test_many_work_at_once_but_never_beside_a_timing(tmp_path: Path) -> None:
     assert len(said) == 1 and f"work waits for process {process.pid}" in said[0]
 
 
+def test_a_lock_that_was_given_back_names_nobody(tmp_path: Path) -> None:
+    """Several may work at once: who waits for the last of them is not told of the first, which has gone, or is itself."""
+    lock = tmp_path / "lock"
+    for hold in (working, exclusive):
+        with hold(lock):
+            assert f"process {os.getpid()} of user" in lock.read_text()
+        assert lock.read_text() == ""
+
+
 def test_work_that_comes_after_a_timing_that_waits_does_not_overtake_it(tmp_path: Path) -> None:
     lock, order = tmp_path / "lock", list[str]()
     is_waiting = {name: threading.Event() for name in ("timing", "work")}

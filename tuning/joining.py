@@ -153,8 +153,9 @@ def join(
     Who opened the study decides and packages. Raises ConfigError if there is no such study, or if this machine, its
     compiler or this pagegen differ from those of its trials.
     """
-    if "://" not in storage and not Path(storage).is_file():
-        raise ConfigError(f"there is no journal {storage} to join; change --storage")
+    file = storage if "://" not in storage else storage.partition("sqlite:///")[2].partition("?")[0]
+    if file and not Path(file).is_file():
+        raise ConfigError(f"there is no file {file} with a study to join; change --storage")
     backend = open_storage(storage, Path.cwd())
     with in_reach(storage):
         with working(say=say):

@@ -104,7 +104,7 @@ def test_why_a_worker_ended_is_said(tmp_path: Path) -> None:
     with crew(1, "theirs", str(tmp_path / "journal.log"), None, said.append) as members:
         for process in members:
             process.wait(120)
-    assert len(said) == 1 and said[0].startswith("worker 2 ended with status 1") and "no journal" in said[0]
+    assert len(said) == 1 and said[0].startswith("worker 2 ended with status 1") and "there is no file" in said[0]
 
 
 @pytest.mark.long

@@ -41,7 +41,8 @@ class StopRule:
         """
         passed = [found for found in [*inherited, *evaluations] if found.score is not None]
         best = min(passed, key=lambda found: found.score or math.inf, default=None)
-        if best and self.roofline_share and (best.roofline or 0) >= self.roofline_share:
+        # More than the whole shows that the limits were measured while others used the machine: it says nothing of the best.
+        if best and self.roofline_share and self.roofline_share <= (best.roofline or 0) <= 1:
             return f"the best config reaches {best.roofline:.0%} of the roofline"
         return self._exhausted(evaluations, total, inherited) if self.patience else ""
 

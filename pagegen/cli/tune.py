@@ -331,6 +331,8 @@ def show(result: TuneResult) -> None:
             f"the machine was busy: times are known to within {result.document['noise']:.0%} only, and small gains were not "
             "believed; when it is quiet, start afresh under another name: --study quiet"
         )
+    if any((row.get("roofline") or 0) > 1 for row in result.document["rows"]):
+        note("shares of the roofline above 100 %: others used the machine while its limits were measured, so they are too low")
     if result.conditions and result.conditions.disturbance.line:
         note(result.conditions.disturbance.line)
     note(f"package: {result.package} (installed: generate, chat and serve find it)\nreport:  {result.report}")

@@ -66,6 +66,7 @@ def test_the_roofline_share_is_the_best_config_s() -> None:
     assert not rule.reason([passed(1.0, roofline=0.7), passed(2.0, roofline=0.9)], 40)
     assert rule.reason([passed(1.0, roofline=0.7), passed(0.8, roofline=0.85)], 40) == "the best config reaches 85% of the roofline"
     assert rule.reason([passed(1.0, roofline=0.7)], 40, [passed(0.8, roofline=0.85)])
+    assert not rule.reason([passed(1.0, roofline=1.04)], 40), "of limits that were measured too low nothing follows"
 
 
 @pytest.mark.parametrize(("share", "patience", "word"), [(0.0, 1, "share"), (1.1, 1, "share"), (math.nan, 1, "share"), (0.5, -1, "patience")])

@@ -173,7 +173,7 @@ def tune(
             "roofline": roofline.to_dict() if roofline else None,
             "carried": {},
         }
-    with locked(lock_of(folder / TUNE)):  # who tunes another phase meanwhile reads this record, or this run reads theirs
+    with locked(lock_of(folder / "record")):  # who tunes another phase meanwhile reads this record, or this run reads theirs
         before, kept = kept, others()
         _tell(say, [line for line in kept.lines if line not in before.lines])
         record = kept.joined(Record(facts, trials_of, finals, contest, unevaluated))

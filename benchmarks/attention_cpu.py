@@ -7,7 +7,8 @@
 A batch is a spec and a SEQSxQUERY@CONTEXT, and becomes a JSON record in results/<target>/attention_cpu/. Every contender
 reads the same memory, in pages of 2 MiB, in turns of at least 1 GB or of one batch if that is larger. The plain read
 streams as many bytes with the widest vectors of the target on the same threads; the read of blocks (decode) those of the batch, each
-whole, in the order of its block table. `make bench-peers` installs vLLM.
+whole, in the order of its block table, the next one prefetched: what no kernel on such a cache can beat by much. `make bench-peers`
+installs vLLM.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from pagegen.render import render
 from pagegen.spec import DType, KernelSpec, KVLayout, Op, Phase
 from pagegen.target import Target, detect, parse_target
 from pagegen.transfer import block_bytes
+from pagegen.tuning.cotune import usual_layouts
 from pagegen.tuning.evaluate import PINNED
 from pagegen.tuning.machine import Disturbance, pinned_threads
 from pagegen.tuning.measure import Interval, geomean_of_medians, measure
@@ -148,7 +150,7 @@ def pool_like(pool: Pool, spec: KernelSpec) -> Pool:
     return seen
 
 
-def contenders(batch: Batch, target: Target, configs: list[dict[str, Any]], peers: bool) -> tuple[dict[str, Call], int, Pool]:
+def contenders(batch: Batch, target: Target, options: argparse.Namespace) -> tuple[dict[str, Call], int, Pool]:
     """(calls by name, pagegen's default first; bytes that are read in turn; their memory)."""
     spec, point, turn = batch.spec, batch.point, common_turn()
     batches = -(-ROTATE_BYTES // (blocks_of(spec, point) * block_bytes(spec)))
@@ -166,7 +168,12 @@ def contenders(batch: Batch, target: Target, configs: list[dict[str, Any]], peer
     if tuned := find_package(spec.replace(layout=None), target):
         package = load_package(tuned)
         add("tuned", package.attend, pool_like(pool, package.spec))
-    for values in configs:
+    if options.layouts and batch.phase is Phase.DECODE:
+        for layout in usual_layouts(spec, target):
+            if layout != spec.kv_layout.name:
+                other = spec.replace(layout=KVLayout.parse(layout))
+                add(f"layout={layout}", default_attend(other, target), pool_like(pool, other))
+    for values in options.configs:
         name = ",".join(f"{knob}={'another' if knob == 'checkout' else value}" for knob, value in values.items())
         knobs = dict(values)
         threads, where = knobs.pop("threads", None), parse_target(knobs.pop("target", target.name))
@@ -191,7 +198,7 @@ def contenders(batch: Batch, target: Target, configs: list[dict[str, Any]], peer
         calls["blocks"] = read_blocks
     else:
         calls["torch_mm"] = matrix_product(MM_SIZE, target)
-    if peers and not spec.cache_dtype.quantised:
+    if not options.no_peers and not spec.cache_dtype.quantised:
         copies = Copies(pool, point, turn)
         calls |= sdpa_calls(copies) | vllm_calls(copies)
     return calls, rotated, pool
@@ -203,7 +210,7 @@ def contenders(batch: Batch, target: Target, configs: list[dict[str, Any]], peer
 def timed(batch: Batch, target: Target, options: argparse.Namespace) -> dict[str, Any]:
     """Times all contenders of a batch; the record. Ratios are a contender's time over pagegen's, round by round."""
     spec, point, threads = batch.spec, batch.point, torch.get_num_threads()
-    calls, rotated, pool = contenders(batch, target, options.configs, not options.no_peers)
+    calls, rotated, pool = contenders(batch, target, options)
     measured = measure(calls, OURS, seconds=options.seconds, min_rounds=7, max_rounds=400)
     return {
         "format": 1,
@@ -270,6 +277,11 @@ class Result:
         return geomean_of_medians([ratios], [1.0])
 
     @property
+    def fastest(self) -> str:
+        """The default in the layout that is the fastest of those measured."""
+        return min((name for name in self.record["contenders"] if name == OURS or name.startswith("layout=")), key=self.seconds)
+
+    @property
     def in_memory(self) -> bool:
         """Whether the batch is larger than what any cache here is sure to hold."""
         return int(self.record["kv_bytes"]) >= RESIDENT_BYTES
@@ -303,6 +315,7 @@ def line_of(result: Result, roofline: Roofline) -> list[str]:
         _interval(result.ratio("blocks", OURS)) if "blocks" in record["contenders"] else "",
         f"{floor / mine:.2f}",
         f"{(mine - floor) * 1e6:.0f}",
+        f"{result.fastest.removeprefix('layout=')} {_interval(result.ratio('read', result.fastest))}" if result.fastest != OURS else "",
         _interval(result.ratio(OURS, "tuned")) if "tuned" in record["contenders"] else "",
         result.peer or "",
     ]
@@ -310,8 +323,8 @@ def line_of(result: Result, roofline: Roofline) -> list[str]:
 
 
 COLUMNS = (
-    "batch", "KV MB", "us", "GB/s", "GFLOP/s", "share of read", "of blocks read", "share of floor", "us above it", "tuned gain",
-    "best peer", "its time over ours", "vLLM's time over ours",
+    "batch", "KV MB", "us", "GB/s", "GFLOP/s", "share of read", "of blocks read", "share of floor", "us above it",
+    "faster layout, its share of read", "tuned gain", "best peer", "its time over ours", "vLLM's time over ours",
 )  # fmt: skip
 
 
@@ -327,9 +340,9 @@ def report(folder: Path, roofline: Roofline) -> Path:
     results = [Result(json.loads(path.read_text())) for path in sorted(folder.glob("*-*.json"))]
     lines = [f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
     lines += [f"| {' | '.join(line_of(result, roofline))} |" for result in results]
-    for title, chosen in _summaries(results):
+    for title, chosen, ours in _summaries(results):
         if chosen:
-            lines += ["", f"{title}: best peer's time over ours {_geomean(chosen, lambda each: each.peer)}."]
+            lines += ["", f"{title}: best peer's time over ours {_geomean(chosen, lambda each: each.peer, ours)}."]
     if prefill := [result for result in results if result.record["phase"] == "prefill"]:
         rates = [result.rate_over_mm() for result in prefill]
         lines += ["", f"prefill: {min(rates):.2f} to {max(rates):.2f} of the rate of torch.mm."]
@@ -337,6 +350,8 @@ def report(folder: Path, roofline: Roofline) -> Path:
         lines += ["", f"prefill: vLLM's time over ours {_geomean(with_vllm, lambda each: each.vllm)}."]
     for title, chosen in _by_kv_dtype(results):
         lines += ["", f"{title}: share of the plain read {_geomean(chosen, lambda _: 'read')}."]
+        if any(result.fastest != OURS for result in chosen):
+            lines += ["", f"{title}: share of the plain read, each in its fastest layout, {_geomean(chosen, lambda _: 'read', _fastest)}."]
         if read := [result for result in chosen if "blocks" in result.record["contenders"]]:
             lines += ["", f"{title}: share of the read of its blocks {_geomean(read, lambda _: 'blocks')}."]
         for config in sorted({name for result in chosen for name in result.configs}):
@@ -357,18 +372,30 @@ def report(folder: Path, roofline: Roofline) -> Path:
     return folder / "table.md"
 
 
-def _summaries(results: list[Result]) -> Iterator[tuple[str, list[Result]]]:
+def _summaries(results: list[Result]) -> Iterator[tuple[str, list[Result], Callable[[Result], str]]]:
+    """Titles, batches, and which of our contenders is meant."""
     with_peer = [result for result in results if result.peer]
     for phase, dtype in itertools.product(("decode", "prefill"), ("bf16", "fp32")):
         chosen = [r for r in with_peer if r.record["phase"] == phase and r.record["spec"]["dtype"] == dtype]
-        yield f"{phase} {dtype}", chosen
+        yield f"{phase} {dtype}", chosen, _default
         if phase == "decode":
-            yield f"{phase} {dtype}, KV of 200 MB and more", [r for r in chosen if r.in_memory]
+            resident = [r for r in chosen if r.in_memory]
+            yield f"{phase} {dtype}, KV of 200 MB and more", resident, _default
+            if any(r.fastest != OURS for r in resident):
+                yield f"{phase} {dtype}, KV of 200 MB and more, each in its fastest layout", resident, _fastest
 
 
-def _geomean(results: list[Result], name_of: Callable[[Result], str | None]) -> str:
-    """The time over ours of the contender that `name_of` answers for each."""
-    groups = [[b / a for a, b in zip(r.rounds(OURS), r.rounds(name_of(r) or ""), strict=True)] for r in results]
+def _default(_: Result) -> str:
+    return OURS
+
+
+def _fastest(result: Result) -> str:
+    return result.fastest
+
+
+def _geomean(results: list[Result], name_of: Callable[[Result], str | None], ours: Callable[[Result], str] = _default) -> str:
+    """The time of the contender that `name_of` answers for each, over that of ours."""
+    groups = [[b / a for a, b in zip(r.rounds(ours(r)), r.rounds(name_of(r) or ""), strict=True)] for r in results]
     found = _interval(geomean_of_medians(groups, [1.0] * len(groups)))
     return f"{found} (geometric mean of {len(groups)} batches)" if len(groups) > 1 else f"{found} (one batch)"
 
@@ -395,6 +422,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=0, help="default: the cores that may be used")
     parser.add_argument("--target", default="cpu", help="default: the best that runs here")
     parser.add_argument("--layout", default="NHD", help="KV layout of pagegen's default (default NHD)")
+    parser.add_argument("--layouts", action="store_true", help="more contenders: the default in each other layout that `tune --layout auto` tries (decode)")
     parser.add_argument("--config", action="append", default=[], metavar="KNOB=VALUE,...", help="one more contender: the default with knobs changed, or `threads`, or `target`, or `checkout`: the default of another checkout, by its path")
     parser.add_argument("--no-peers", action="store_true", help="pagegen and the plain read alone")
     parser.add_argument("--max-kv", type=float, default=MAX_KV_BYTES, metavar="BYTES", help="leave out larger batches (default 4 GiB)")

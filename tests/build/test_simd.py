@@ -229,6 +229,18 @@ def test_reductions_joins_and_transposition(words: Words) -> None:
     assert torch.equal(turned, rows.T)
 
 
+def test_any_lane_above_a_number_counts_but_a_nan(words: Words) -> None:
+    row = torch.full((words.lanes,), -1.0)
+    row[0] = float("nan")
+    for lane in range(1, words.lanes):
+        row[lane] = 2.0
+        assert words.call("any_above_words", row, torch.tensor([1.5])) == 1, f"lane {lane}"
+        assert words.call("any_above_words", row, torch.tensor([2.0])) == 0, "as high is not above"
+        row[lane] = -1.0
+    assert words.call("any_above_words", row, torch.tensor([float("-inf")])) == 1
+    assert words.call("any_above_words", torch.full_like(row, float("-inf")), torch.tensor([float("-inf")])) == 0
+
+
 def test_arithmetic_and_keep(words: Words) -> None:
     width = words.lanes
     a, b, out = torch.arange(width) - 3.0, torch.arange(width).flip(0) * 1.5, torch.empty(5, width)

@@ -248,6 +248,7 @@ SIMD_INLINE V mul(V a, V b) { return _mm512_mul_ps(a, b); }
 SIMD_INLINE V max(V a, V b) { return _mm512_max_ps(a, b); }
 SIMD_INLINE V fma(V a, V b, V c) { return _mm512_fmadd_ps(a, b, c); }
 SIMD_INLINE float sum(V v) { return _mm512_reduce_add_ps(v); }
+SIMD_INLINE bool any_above(V v, float x) { return _mm512_cmp_ps_mask(v, set1(x), _CMP_GT_OQ) != 0; }
 SIMD_INLINE float top(V v) { return _mm512_reduce_max_ps(v); }
 
 SIMD_INLINE __mmask16 first(int n) { return __mmask16((1u << n) - 1); }
@@ -355,9 +356,9 @@ SIMD_INLINE V as_floats(__m512i v) { return _mm512_castsi512_ps(v); }
 
 SIMD_INLINE V dot(V a, V b, V c) { return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b); }
 SIMD_INLINE V set1_pair(const bf16* p) {
-  int32_t pair;
+  float pair;  // not an integer, which GCC takes through a register of its own, to an operation of the shuffling ports
   std::memcpy(&pair, p, sizeof pair);
-  return as_floats(_mm512_set1_epi32(pair));
+  return set1(pair);
 }
 SIMD_INLINE V pairs(const bf16* p) { return load((const float*)p); }
 SIMD_INLINE V pairs_n(const bf16* p, int n) { return as_floats(masked(_mm512_maskz_loadu_epi16((1ull << n) - 1, p))); }
@@ -502,7 +503,7 @@ struct Range {
 struct Tile {
   int64_t t;  // its first token
   int count;  // its tokens
-  const C *k[TILE_KV], *v[TILE_KV];  // where they begin
+  const C *k[up(TILE_KV, W)], *v[TILE_KV];  // where they begin; K of the last once more, up to a whole vector
 };
 
 // What one thread works in. Sizes are compile-time facts, so the workspace is one multiplication.
@@ -634,6 +635,13 @@ inline void locate(const pg_attend_args& a, const int32_t* table, int64_t head, 
       tile.v[i] = v_token + j * a.v_stride_token;
     }
   }
+  if (count > 0) std::fill(tile.k + count, tile.k + up(count, W), tile.k[count - 1]);
+}
+
+// From one KV head to the next.
+inline void move_on(Tile& tile, int64_t k_stride, int64_t v_stride) {
+  for (int i = 0; i < up(tile.count, W); ++i) tile.k[i] += k_stride;
+  for (int i = 0; i < tile.count; ++i) tile.v[i] += v_stride;
 }
 
 // Tokens from `i` on, up to the end of the tile, that lie in one block.

@@ -282,6 +282,7 @@ SIMD_INLINE V mul(V a, V b) { return _mm512_mul_ps(a, b); }
 SIMD_INLINE V max(V a, V b) { return _mm512_max_ps(a, b); }
 SIMD_INLINE V fma(V a, V b, V c) { return _mm512_fmadd_ps(a, b, c); }
 SIMD_INLINE float sum(V v) { return _mm512_reduce_add_ps(v); }
+SIMD_INLINE bool any_above(V v, float x) { return _mm512_cmp_ps_mask(v, set1(x), _CMP_GT_OQ) != 0; }
 SIMD_INLINE float top(V v) { return _mm512_reduce_max_ps(v); }
 
 SIMD_INLINE __mmask16 first(int n) { return __mmask16((1u << n) - 1); }
@@ -411,9 +412,9 @@ SIMD_INLINE V as_floats(__m512i v) { return _mm512_castsi512_ps(v); }
 
 SIMD_INLINE V dot(V a, V b, V c) { return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b); }
 SIMD_INLINE V set1_pair(const bf16* p) {
-  int32_t pair;
+  float pair;  // not an integer, which GCC takes through a register of its own, to an operation of the shuffling ports
   std::memcpy(&pair, p, sizeof pair);
-  return as_floats(_mm512_set1_epi32(pair));
+  return set1(pair);
 }
 SIMD_INLINE V pairs(const bf16* p) { return load((const float*)p); }
 SIMD_INLINE V pairs_n(const bf16* p, int n) { return as_floats(masked(_mm512_maskz_loadu_epi16((1ull << n) - 1, p))); }
@@ -521,42 +522,74 @@ struct Range {
 struct Tile {
   int64_t t;  // its first token
   int count;  // its tokens
-  const C *k[TILE_KV], *v[TILE_KV];  // where they begin
+  const C *k[up(TILE_KV, W)], *v[TILE_KV];  // where they begin; K of the last once more, up to a whole vector
 };
 
 constexpr int K_LINES = 1;  // cache lines of a token
+constexpr int K_SPANS = TILE_KV;  // pieces of memory that a tile may lie in
 constexpr int V_LINES = 1;  // cache lines of a token
+constexpr int V_SPANS = TILE_KV;  // pieces of memory that a tile may lie in
 
-// The lines of the tile ahead, prefetched beside the work on a tile: in the order of memory, which is the order that the
-// processor's own prefetchers and the memory's open rows like, and at an even pace, for a burst would fill the queue of
+// Memory of the tile ahead, prefetched line by line beside the work on a tile: in the order of memory, which is the order that
+// the processor's own prefetchers and the memory's open rows like, and at an even pace, for a burst would fill the queue of
 // misses that the work's own loads stand in.
-template <int LINES>
+struct Span {
+  const char *at, *end;
+};
+template <int MOST>
 struct Ahead {
-  const char *list[TILE_KV * LINES], *const *at, *const *end;
-  int due;
+  Span list[MOST], *next = list, *last = list, now = {};
+  int due = 0;
 
-  void begin(int lines) { at = list, end = list + lines, due = 0; }
-  // Inlined by force: to GCC a function that only prefetches does nothing, and its call may go.
-  inline __attribute__((always_inline)) void next(const char* const*& line, int count = 1) const {
-    for (int i = 0; i < count; ++i)
-      if (line != end) __builtin_prefetch(*line++, 0, 2);
+  void begin() { next = last = list, now = {}, due = 0; }
+  // What follows the spans so far and is as one with them lengthens the last.
+  void add(const C* from, int64_t bytes) {
+    const char* at = reinterpret_cast<const char*>(from);
+    if (last > list && last[-1].end == at) last[-1].end += bytes;
+    else if (last < list + MOST) *last++ = {at, at + bytes};
+  }
+  // `lines` lines from `at` on, across the ends of spans. No call, inlined by force: a call takes the sums of a loop out of their
+  // registers, and to GCC a function that only prefetches does nothing, and its call may go.
+  inline __attribute__((always_inline)) Span walk(Span at, int lines) {
+    for (; lines > 0; --lines, at.at += 64) {
+      if (at.at >= at.end) {
+        if (next == last) return {};
+        at = *next++;
+      }
+      __builtin_prefetch(at.at, 0, 2);
+    }
+    return at;
+  }
+  void fetch(int lines) {
+    if (PREFETCH > 0) now = walk(now, lines);
   }
 };
 
-// Where one stands in the list, in registers: DONE products of the ALL that a token takes are one step.
-template <int LINES, int DONE, int ALL>
+// The same from within a loop: where one stands, in registers. A token of LINES takes ALL products, a step is DONE of them.
+template <int LINES, int ALL, int MOST>
 struct Pace {
-  Ahead<LINES>& ahead;
-  const char* const* at = ahead.at;
+  Ahead<MOST>& ahead;
+  Span now = ahead.now;
   int due = ahead.due;
 
+  template <int N>
+  inline __attribute__((always_inline)) void fetch() {
+    if (now.end - now.at >= N * 64) {
+#pragma GCC unroll 16
+      for (int i = 0; i < N; ++i) __builtin_prefetch(now.at + i * 64, 0, 2);
+      now.at += N * 64;
+    } else {
+      now = ahead.walk(now, N);
+    }
+  }
+  template <int DONE>
   inline __attribute__((always_inline)) void step() {
     if (PREFETCH == 0) return;
-    ahead.next(at, DONE * LINES / ALL);
+    if constexpr (DONE * LINES / ALL > 0) fetch<DONE * LINES / ALL>();
     if constexpr (DONE * LINES % ALL > 0)
-      if ((due += DONE * LINES % ALL) >= ALL) due -= ALL, ahead.next(at);
+      if ((due += DONE * LINES % ALL) >= ALL) due -= ALL, fetch<1>();
   }
-  ~Pace() { ahead.at = at, ahead.due = due; }
+  ~Pace() { ahead.now = now, ahead.due = due; }
 };
 
 // What one thread works in. Sizes are compile-time facts, so the workspace is one multiplication.
@@ -567,12 +600,13 @@ struct alignas(64) Scratch {
   float s[ROWS][TS];  // scores, then weights
   float o[ROWS][DVP];
   float m[ROWS], l[ROWS], alpha[ROWS];
+  V total[ROWS];  // what l is the sum of
   int64_t limit[ROWS];  // tokens that a row sees
   float k_tile[DP / 2][TS];           // pairs of dims
   float v_tile[TILE_KV / 2][DVP];  // pairs of tokens
   Tile tiles[PREFETCH + 1];
-  Ahead<K_LINES> k_ahead;
-  Ahead<V_LINES> v_ahead;
+  Ahead<K_SPANS> k_ahead;
+  Ahead<V_SPANS> v_ahead;
 };
 
 struct Sequence {
@@ -689,41 +723,41 @@ inline void locate(const pg_attend_args& a, const int32_t* table, int64_t head, 
       tile.v[i] = v_token + j * a.v_stride_token;
     }
   }
+  if (count > 0) std::fill(tile.k + count, tile.k + up(count, W), tile.k[count - 1]);
   // The other half of a pair may be a token that nobody sees: what lies there may be NaN, and 0 * NaN is.
   static constexpr C nothing[DV] = {};
   if (count % 2) tile.v[count] = nothing;
 }
 
+// From one KV head to the next.
+inline void move_on(Tile& tile, int64_t k_stride, int64_t v_stride) {
+  for (int i = 0; i < up(tile.count, W); ++i) tile.k[i] += k_stride;
+  for (int i = 0; i < tile.count; ++i) tile.v[i] += v_stride;
+}
+
 // Tokens from `i` on, up to the end of the tile, that lie in one block.
 [[maybe_unused]] inline int run_of(const Tile& tile, int i) { return std::min(tile.count - i, BLOCK - int((tile.t + i) % BLOCK)); }
 
-// Gives head h of a tile its lines of the tile ahead, in the order of memory.
-inline void look_ahead(Scratch& w, const pg_attend_args& a, const Tile& tile, const Tile& ahead, int h, int heads) {
-  {
-    const char** list = w.k_ahead.list;
-    int lines = 0;
-    // All KV heads of a token, then the next token.
-    int token = h * tile.count / heads, head = h * tile.count % heads;
-    for (const int end = PREFETCH == 0 ? 0 : std::clamp(ahead.count * heads - h * tile.count, 0, tile.count) * K_LINES; lines < end;) {
-      const char* row = reinterpret_cast<const char*>(ahead.k[token] + head * a.k_stride_head);
-      for (int j = 0; j < K_LINES; ++j) list[lines++] = row + j * 64;
-      if (++head == heads) head = 0, ++token;
-    }
-    w.k_ahead.begin(lines);
+// What `width` numbers from `offset` on of each token take up: the tokens of a block in one, where they have nothing between them.
+template <int MOST>
+inline void add_tokens(Ahead<MOST>& to, const Tile& tile, const C* const* tokens, int64_t offset, int64_t width, int64_t stride) {
+  for (int i = 0, step; i < tile.count; i += step) {
+    step = width == stride ? run_of(tile, i) : 1;
+    to.add(tokens[i] + offset, step * width * int(sizeof(C)));
   }
-  {
-    const char** list = w.v_ahead.list;
-    int lines = 0;
-    // All KV heads of a token, then the next token.
-    int token = h * tile.count / heads, head = h * tile.count % heads;
-    for (const int end = PREFETCH == 0 ? 0 : std::clamp(ahead.count * heads - h * tile.count, 0, tile.count) * V_LINES; lines < end;) {
-      const char* row = reinterpret_cast<const char*>(ahead.v[token] + head * a.v_stride_head);
-      for (int j = 0; j < V_LINES; ++j) list[lines++] = row + j * 64;
-      if (++head == heads) head = 0, ++token;
-    }
-    w.v_ahead.begin(lines);
+}
+
+// Tells what of the tile ahead is prefetched beside head h of a tile, in the order of memory.
+inline void look_ahead(Scratch& w, const pg_attend_args& a, const Tile& ahead, int h, [[maybe_unused]] int heads) {
+  if (PREFETCH == 0) return;
+  if (h == 0) {  // all KV heads of a token, then the next token
+    w.k_ahead.begin();
+    add_tokens(w.k_ahead, ahead, ahead.k, 0, (heads - 1) * a.k_stride_head + 64, a.k_stride_token);
   }
-  (void)tile, (void)heads;
+  if (h == 0) {  // all KV heads of a token, then the next token
+    w.v_ahead.begin();
+    add_tokens(w.v_ahead, ahead, ahead.v, 0, (heads - 1) * a.v_stride_head + 64, a.v_stride_token);
+  }
 }
 
 // Keys of the tile up to the last that a row sees.
@@ -760,12 +794,12 @@ inline void order_q([[maybe_unused]] bf16* q) {
 template <int R>
 inline void score(Scratch& w, int row, const Tile& tile, const pg_attend_args&) {
   const int count = tile.count;
-  Pace<K_LINES, R * 4 * PAIRS, GROUP * DP / W / 2> pace{w.k_ahead};
+  Pace<K_LINES, GROUP * DP / W / 2, K_SPANS> pace{w.k_ahead};
   for (int t = 0; t < count; t += W) {
     V parts[R][W / 4];
     for (int g = 0; g < W / 4; ++g) {
       const C* p[4];
-      for (int j = 0; j < 4; ++j) p[j] = tile.k[std::min(t + 4 * g + j, count - 1)];  // past the end: any token, masked later
+      for (int j = 0; j < 4; ++j) p[j] = tile.k[t + 4 * g + j];  // past the end the last, masked later
       const auto* rows = anew(w.q + row);
       V acc[R][4];
       for (int r = 0; r < R; ++r)
@@ -773,7 +807,7 @@ inline void score(Scratch& w, int row, const Tile& tile, const pg_attend_args&) 
 #pragma GCC unroll 16
       for (int d = 0; d < DP; d += UNIT_DIMS) {
         V k[4][PAIRS];
-        pace.step();
+        pace.template step<R * 4 * PAIRS>();
         for (int j = 0; j < 4; ++j) k_dims(p[j], d, k[j]);
         for (int n = 0; n < PAIRS; ++n)
           for (int r = 0; r < R; ++r) {
@@ -804,7 +838,7 @@ inline auto v_packed(const Scratch& w) {
 // K of a tile to pairs of dims, dim-major: k_tile[d / 2][token], dims in the order of q.
 inline void pack_k(Scratch& w, const Tile& tile, [[maybe_unused]] const pg_attend_args& a) {
   for (int i = 0; i < tile.count; i += W) {
-    for (int j = i; j < std::min(i + W, tile.count); ++j) w.k_ahead.next(w.k_ahead.at, K_LINES);
+    w.k_ahead.fetch(std::min(W, tile.count - i) * K_LINES);
     for (int d = 0; d < DP; d += UNIT_DIMS) {
       V rows[PAIRS][W];
       for (int j = 0; j < W; ++j) {
@@ -824,7 +858,7 @@ inline void pack_k(Scratch& w, const Tile& tile, [[maybe_unused]] const pg_atten
 inline void pack_v(Scratch& w, const Tile& tile, [[maybe_unused]] const pg_attend_args& a) {
   const auto v = v_in_place(tile);
   for (int i = 0 / 2; i < (tile.count + 1) / 2; ++i) {
-    for (int j = 2 * i; j < std::min(2 * i + 2, tile.count); ++j) w.v_ahead.next(w.v_ahead.at, V_LINES);
+    w.v_ahead.fetch(std::min(2, tile.count - 2 * i) * V_LINES);
     for (int d = 0; d < DVP; d += UNIT_DIMS) {
       V to[2 * PAIRS];
       v(i, d, to);
@@ -854,12 +888,6 @@ inline void score_packed(Scratch& w, int row, int count) {
   }
 }
 
-// A row's weights as the products take them; beyond the tile they are 0.
-inline void narrow_weights(Scratch& w, int row, int count) {
-  const auto weights = [&](int i) { return i < count ? keep(load(&w.s[row][i]), std::min(W, count - i), 0.0f) : zero(); };
-  for (int i = 0; i < count; i += 2 * W) store_pairs(&w.p[row][i], weights(i), weights(i + W));
-}
-
 // Brings the dims of the rows' output back into their order.
 inline void restore(Scratch& w, int rows) {
   for (int row = 0; row < rows; ++row)
@@ -871,8 +899,10 @@ inline void restore(Scratch& w, int rows) {
 }
 
 // One online-softmax step of the rows from `first` to `end`: scores become weights; weights of tokens that a row does not
-// see are 0. What takes long in one row is done for all before the next thing, so that rows wait side by side.
+// see are 0. What takes long in one row is done for all before the next thing, so that rows wait side by side. Most tiles have no
+// higher score than those before: only where one has, lanes are compared with each other. Sums stay lane by lane.
 inline void softmax(Scratch& w, int first, int end, const Tile& tile) {
+  bool higher = false;
   for (int row = first; row < end; ++row) {
     float* s = w.s[row];
     const int seen = seen_of(w, row, tile);
@@ -882,28 +912,40 @@ inline void softmax(Scratch& w, int first, int end, const Tile& tile) {
       if (seen - i < W) store(s + i, v = keep(v, seen - i, NONE));
       highest = max(highest, v);
     }
-    const float m = std::max(w.m[row], top(highest));
-    w.alpha[row] = m == NONE ? 0.0f : w.m[row] - m;  // nothing seen so far: -inf - -inf would be NaN
-    w.m[row] = m;
+    w.alpha[row] = 0.0f;
+    if (any_above(highest, w.m[row])) {
+      const float m = std::max(w.m[row], top(highest));
+      w.alpha[row] = w.m[row] - m;
+      w.m[row] = m;
+      higher = true;
+    }
   }
   for (int row = first; row < end; row += W) {
     float* alpha = w.alpha + row;
-    if (end - row >= W) store(alpha, exp2(load(alpha)));
-    else store_n(alpha, exp2(load_n(alpha, end - row)), end - row);
+    const int left = end - row;
+    if (!higher) std::fill(alpha, alpha + std::min(left, W), 1.0f);
+    else if (left >= W) store(alpha, exp2(load(alpha)));
+    else store_n(alpha, exp2(load_n(alpha, left)), left);
   }
   for (int row = first; row < end; ++row) {
     float* s = w.s[row];
     const int count = tile.count, seen = w.m[row] == NONE ? 0 : seen_of(w, row, tile);
-    const V m = set1(-w.m[row]);
-    V total = zero();
-    int i = 0;
-    for (; i < seen; i += W) {
+    const V m = set1(-w.m[row]), alpha = set1(w.alpha[row]);
+    V total = mul(w.total[row], alpha);
+    const auto weigh = [&](int i) {
       const V p = exp2(add(load(s + i), m));
-      store(s + i, p);
       total = add(total, p);
+      return p;
+    };
+    int i = 0;
+    bf16* to = w.p[row];
+    for (; i + W < seen; i += 2 * W) {
+      const V low = weigh(i), high = weigh(i + W);
+      store_pairs(to + i, low, high);
     }
-    for (; i < count; i += W) store(s + i, zero());
-    w.l[row] = w.l[row] * w.alpha[row] + sum(total);
+    if (i < seen) store_pairs(to + i, weigh(i), zero()), i += 2 * W;
+    for (; i < count; i += 2 * W) store_pairs(to + i, zero(), zero());
+    w.total[row] = total;
   }
 }
 
@@ -917,12 +959,16 @@ inline __attribute__((always_inline)) void accumulate_chunks(Scratch& w, int row
   for (int r = 0; r < R; ++r)
     for (int c = 0; c < up(CHUNKS, UNIT); ++c) acc[r][c] = c < CHUNKS ? mul(load(&w.o[row + r][(c0 + c) * W]), set1(w.alpha[row + r])) : zero();
   for (int i = 0; i < steps; ++i) {
+    // Unrolled by name: with branches within, as a step has, GCC leaves the sums in memory else.
+#pragma GCC unroll 32
     for (int c = 0; c < CHUNKS; c += UNIT) {
       step();
       V vv[UNIT];
       v(i, (c0 + c) * W, vv);
+#pragma GCC unroll 32
       for (int r = 0; r < R; ++r) {
         const V weight = set1_pair(&w.p[row + r][2 * i]);
+#pragma GCC unroll 4
         for (int j = 0; j < UNIT; ++j) acc[r][c + j] = dot(weight, vv[j], acc[r][c + j]);
       }
     }
@@ -946,9 +992,9 @@ inline void accumulate(Scratch& w, int row, const Tile& tile, F v) {
   constexpr int FREE = REGISTERS / 2;  // of the registers, for accumulators
   constexpr int CHUNKS = DVP / W, UNIT = 4, BUDGET = std::clamp(FREE / R / UNIT * UNIT, UNIT, up(CHUNKS, UNIT));
   constexpr int STEP = chunks_of(CHUNKS, BUDGET, UNIT), REST = CHUNKS % STEP;
-  Pace<V_LINES, R * UNIT * 2, GROUP * CHUNKS> pace{w.v_ahead};
+  Pace<V_LINES, GROUP * CHUNKS, V_SPANS> pace{w.v_ahead};
   const auto step = [&] {
-    if (IN_PLACE) pace.step();
+    if (IN_PLACE) pace.template step<R * UNIT * 2>();
   };
   for (int c0 = 0; c0 + STEP <= CHUNKS; c0 += STEP) accumulate_chunks<R, STEP>(w, row, tile, c0, v, step);
   if constexpr (REST > 0) accumulate_chunks<R, REST>(w, row, tile, CHUNKS - REST, v, step);
@@ -966,7 +1012,6 @@ inline void scores(Scratch& w, int first, int end, [[maybe_unused]] bool packed,
 
 // Weighted sums of a tile's values for the rows from `first` to `end`, in place or packed.
 inline void values(Scratch& w, int first, int end, [[maybe_unused]] bool packed, const Tile& tile, const pg_attend_args& a) {
-  for (int row = first; row < end; ++row) narrow_weights(w, row, tile.count);
   if (!packed) {
     row_blocks<ROW_BLOCK>(first, end, [&](auto r, int row) { accumulate<r, true>(w, row, tile, v_in_place(tile)); });
     return;
@@ -984,7 +1029,7 @@ inline const T* q_row(const pg_attend_args& a, int64_t token, int64_t head) {
 inline void clear(Scratch& w, int row) {
   std::fill(w.o[row], w.o[row] + DVP, 0.0f);
   w.m[row] = NONE;
-  w.l[row] = 0.0f;
+  w.total[row] = zero();
 }
 
 // Loads rows of query tokens [first, first + tokens) of sequence s, KV head `head`, as the item's tokens from `at` on;
@@ -1022,14 +1067,15 @@ void run(Scratch& w, const pg_attend_args& a, int64_t s, int64_t head, int heads
     for (int h = 0; h < heads; ++h) {
       const int first = h * rows, end = first + rows;
       if (h > 0)
-        for (int i = 0; i < tile.count; ++i) tile.k[i] += a.k_stride_head, tile.v[i] += a.v_stride_head;
-      look_ahead(w, a, tile, ahead, h, heads);
+        move_on(tile, a.k_stride_head, a.v_stride_head);
+      look_ahead(w, a, ahead, h, heads);
       scores(w, first, end, packed, tile, a);
       softmax(w, first, end, tile);
       values(w, first, end, packed, tile, a);
     }
   }
   restore(w, heads * rows);
+  for (int row = 0; row < heads * rows; ++row) w.l[row] = sum(w.total[row]);
 }
 
 // Divides a row by its sum and stores it; a row that saw no token becomes 0 with lse -inf.

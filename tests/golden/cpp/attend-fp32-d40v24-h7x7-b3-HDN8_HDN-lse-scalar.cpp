@@ -266,6 +266,11 @@ SIMD_INLINE float sum(V v) {
   for (float lane : v.at) r += lane;
   return r;
 }
+SIMD_INLINE bool any_above(V v, float x) {
+  bool any = false;
+  for (int i = 0; i < W; ++i) any |= v.at[i] > x;
+  return any;
+}
 SIMD_INLINE float top(V v) {
   float r = v.at[0];
   for (float lane : v.at) r = lane > r ? lane : r;
@@ -381,42 +386,74 @@ struct Range {
 struct Tile {
   int64_t t;  // its first token
   int count;  // its tokens
-  const C *k[TILE_KV], *v[TILE_KV];  // where they begin
+  const C *k[up(TILE_KV, W)], *v[TILE_KV];  // where they begin; K of the last once more, up to a whole vector
 };
 
 constexpr int K_LINES = 3;  // cache lines of a token
+constexpr int K_SPANS = (TILE_KV / BLOCK + 2) * 5;  // pieces of memory that a tile may lie in
 constexpr int V_LINES = 2;  // cache lines of a token
+constexpr int V_SPANS = (TILE_KV / BLOCK + 2) * 24;  // pieces of memory that a tile may lie in
 
-// The lines of the tile ahead, prefetched beside the work on a tile: in the order of memory, which is the order that the
-// processor's own prefetchers and the memory's open rows like, and at an even pace, for a burst would fill the queue of
+// Memory of the tile ahead, prefetched line by line beside the work on a tile: in the order of memory, which is the order that
+// the processor's own prefetchers and the memory's open rows like, and at an even pace, for a burst would fill the queue of
 // misses that the work's own loads stand in.
-template <int LINES>
+struct Span {
+  const char *at, *end;
+};
+template <int MOST>
 struct Ahead {
-  const char *list[TILE_KV * LINES], *const *at, *const *end;
-  int due;
+  Span list[MOST], *next = list, *last = list, now = {};
+  int due = 0;
 
-  void begin(int lines) { at = list, end = list + lines, due = 0; }
-  // Inlined by force: to GCC a function that only prefetches does nothing, and its call may go.
-  inline __attribute__((always_inline)) void next(const char* const*& line, int count = 1) const {
-    for (int i = 0; i < count; ++i)
-      if (line != end) __builtin_prefetch(*line++, 0, 2);
+  void begin() { next = last = list, now = {}, due = 0; }
+  // What follows the spans so far and is as one with them lengthens the last.
+  void add(const C* from, int64_t bytes) {
+    const char* at = reinterpret_cast<const char*>(from);
+    if (last > list && last[-1].end == at) last[-1].end += bytes;
+    else if (last < list + MOST) *last++ = {at, at + bytes};
+  }
+  // `lines` lines from `at` on, across the ends of spans. No call, inlined by force: a call takes the sums of a loop out of their
+  // registers, and to GCC a function that only prefetches does nothing, and its call may go.
+  inline __attribute__((always_inline)) Span walk(Span at, int lines) {
+    for (; lines > 0; --lines, at.at += 64) {
+      if (at.at >= at.end) {
+        if (next == last) return {};
+        at = *next++;
+      }
+      __builtin_prefetch(at.at, 0, 2);
+    }
+    return at;
+  }
+  void fetch(int lines) {
+    if (PREFETCH > 0) now = walk(now, lines);
   }
 };
 
-// Where one stands in the list, in registers: DONE products of the ALL that a token takes are one step.
-template <int LINES, int DONE, int ALL>
+// The same from within a loop: where one stands, in registers. A token of LINES takes ALL products, a step is DONE of them.
+template <int LINES, int ALL, int MOST>
 struct Pace {
-  Ahead<LINES>& ahead;
-  const char* const* at = ahead.at;
+  Ahead<MOST>& ahead;
+  Span now = ahead.now;
   int due = ahead.due;
 
+  template <int N>
+  inline __attribute__((always_inline)) void fetch() {
+    if (now.end - now.at >= N * 64) {
+#pragma GCC unroll 16
+      for (int i = 0; i < N; ++i) __builtin_prefetch(now.at + i * 64, 0, 2);
+      now.at += N * 64;
+    } else {
+      now = ahead.walk(now, N);
+    }
+  }
+  template <int DONE>
   inline __attribute__((always_inline)) void step() {
     if (PREFETCH == 0) return;
-    ahead.next(at, DONE * LINES / ALL);
+    if constexpr (DONE * LINES / ALL > 0) fetch<DONE * LINES / ALL>();
     if constexpr (DONE * LINES % ALL > 0)
-      if ((due += DONE * LINES % ALL) >= ALL) due -= ALL, ahead.next(at);
+      if ((due += DONE * LINES % ALL) >= ALL) due -= ALL, fetch<1>();
   }
-  ~Pace() { ahead.at = at, ahead.due = due; }
+  ~Pace() { ahead.now = now, ahead.due = due; }
 };
 
 // What one thread works in. Sizes are compile-time facts, so the workspace is one multiplication.
@@ -425,12 +462,13 @@ struct alignas(64) Scratch {
   float s[ROWS][TS];  // scores, then weights
   float o[ROWS][DVP];
   float m[ROWS], l[ROWS], alpha[ROWS];
+  V total[ROWS];  // what l is the sum of
   int64_t limit[ROWS];  // tokens that a row sees
   float k_tile[D][TS];
   float v_tile[TILE_KV][DVP];
   Tile tiles[PREFETCH + 1];
-  Ahead<K_LINES> k_ahead;
-  Ahead<V_LINES> v_ahead;
+  Ahead<K_SPANS> k_ahead;
+  Ahead<V_SPANS> v_ahead;
 };
 
 struct Sequence {
@@ -543,38 +581,29 @@ inline void locate(const pg_attend_args& a, const int32_t* table, int64_t head, 
       tile.v[i] = v_token + j * a.v_stride_token;
     }
   }
+  if (count > 0) std::fill(tile.k + count, tile.k + up(count, W), tile.k[count - 1]);
+}
+
+// From one KV head to the next.
+inline void move_on(Tile& tile, int64_t k_stride, int64_t v_stride) {
+  for (int i = 0; i < up(tile.count, W); ++i) tile.k[i] += k_stride;
+  for (int i = 0; i < tile.count; ++i) tile.v[i] += v_stride;
 }
 
 // Tokens from `i` on, up to the end of the tile, that lie in one block.
 [[maybe_unused]] inline int run_of(const Tile& tile, int i) { return std::min(tile.count - i, BLOCK - int((tile.t + i) % BLOCK)); }
 
-// Gives head h of a tile its lines of the tile ahead, in the order of memory.
-inline void look_ahead(Scratch& w, const pg_attend_args& a, const Tile& tile, const Tile& ahead, int h, int heads) {
-  {
-    const char** list = w.k_ahead.list;
-    int lines = 0;
-    constexpr int ROW = BLOCK * 32, ROWS_OF_LINE = std::max(1, 64 / ROW);  // bytes of 8 dims in a block
-    for (int i = 0; PREFETCH > 0 && i < ahead.count; i += run_of(ahead, i)) {
-      const int bytes = run_of(ahead, i) * 32;
-      for (int d = 0; d < D / 8; d += ROWS_OF_LINE)
-        for (int byte = 0; byte < bytes && lines < TILE_KV * K_LINES; byte += 64)
-          list[lines++] = reinterpret_cast<const char*>(ahead.k[i] + h * a.k_stride_head + d * a.k_stride_dim) + byte;
-    }
-    w.k_ahead.begin(lines);
-  }
-  {
-    const char** list = w.v_ahead.list;
-    int lines = 0;
-    constexpr int ROW = BLOCK * 4, ROWS_OF_LINE = std::max(1, 64 / ROW);  // bytes of a dim in a block
-    for (int i = 0; PREFETCH > 0 && i < ahead.count; i += run_of(ahead, i)) {
-      const int bytes = run_of(ahead, i) * 4;
-      for (int d = 0; d < DV / 1; d += ROWS_OF_LINE)
-        for (int byte = 0; byte < bytes && lines < TILE_KV * V_LINES; byte += 64)
-          list[lines++] = reinterpret_cast<const char*>(ahead.v[i] + h * a.v_stride_head + d * a.v_stride_dim) + byte;
-    }
-    w.v_ahead.begin(lines);
-  }
-  (void)tile, (void)heads;
+// Tells what of the tile ahead is prefetched beside head h of a tile, in the order of memory.
+inline void look_ahead(Scratch& w, const pg_attend_args& a, const Tile& ahead, int h, [[maybe_unused]] int heads) {
+  if (PREFETCH == 0) return;
+  w.k_ahead.begin();
+  for (int i = 0; i < ahead.count; i += run_of(ahead, i))
+    for (int d = 0; d < D / 8; ++d)
+      w.k_ahead.add(ahead.k[i] + h * a.k_stride_head + d * a.k_stride_dim, run_of(ahead, i) * 8 * int(sizeof(C)));
+  w.v_ahead.begin();
+  for (int i = 0; i < ahead.count; i += run_of(ahead, i))
+    for (int d = 0; d < DV / 1; ++d)
+      w.v_ahead.add(ahead.v[i] + h * a.v_stride_head + d * a.v_stride_dim, run_of(ahead, i) * 1 * int(sizeof(C)));
 }
 
 // Keys of the tile up to the last that a row sees.
@@ -597,7 +626,7 @@ inline void row_blocks(int row, int end, F f) {
 inline void pack_k(Scratch& w, const Tile& tile, const pg_attend_args& a) {
   for (int i = 0; i < tile.count;) {
     const int n = run_of(tile, i);
-    w.k_ahead.next(w.k_ahead.at, n * K_LINES);
+    w.k_ahead.fetch(n * K_LINES);
     for (int d = 0; d < D; ++d) {
       const C* p = tile.k[i] + d / 8 * a.k_stride_dim + d % 8;
       for (int j = 0; j < n; ++j) w.k_tile[d][i + j] = widen(p[j * 8]);
@@ -612,7 +641,7 @@ inline void pack_k(Scratch& w, const Tile& tile, const pg_attend_args& a) {
 inline void pack_v(Scratch& w, const Tile& tile, const pg_attend_args& a) {
   for (int i = 0; i < tile.count;) {
     const int n = std::min(W, run_of(tile, i));
-    w.v_ahead.next(w.v_ahead.at, n * V_LINES);
+    w.v_ahead.fetch(n * V_LINES);
     for (int d = 0; d < DV; d += W) {
       V rows[W];
       for (int j = 0; j < W; ++j) rows[j] = d + j < DV ? load_dims(tile.v[i] + (d + j) * a.v_stride_dim, n) : zero();
@@ -650,8 +679,10 @@ inline auto v_packed(const Scratch& w) {
 }
 
 // One online-softmax step of the rows from `first` to `end`: scores become weights; weights of tokens that a row does not
-// see are 0. What takes long in one row is done for all before the next thing, so that rows wait side by side.
+// see are 0. What takes long in one row is done for all before the next thing, so that rows wait side by side. Most tiles have no
+// higher score than those before: only where one has, lanes are compared with each other. Sums stay lane by lane.
 inline void softmax(Scratch& w, int first, int end, const Tile& tile) {
+  bool higher = false;
   for (int row = first; row < end; ++row) {
     float* s = w.s[row];
     const int seen = seen_of(w, row, tile);
@@ -661,28 +692,35 @@ inline void softmax(Scratch& w, int first, int end, const Tile& tile) {
       if (seen - i < W) store(s + i, v = keep(v, seen - i, NONE));
       highest = max(highest, v);
     }
-    const float m = std::max(w.m[row], top(highest));
-    w.alpha[row] = m == NONE ? 0.0f : w.m[row] - m;  // nothing seen so far: -inf - -inf would be NaN
-    w.m[row] = m;
+    w.alpha[row] = 0.0f;
+    if (any_above(highest, w.m[row])) {
+      const float m = std::max(w.m[row], top(highest));
+      w.alpha[row] = w.m[row] - m;
+      w.m[row] = m;
+      higher = true;
+    }
   }
   for (int row = first; row < end; row += W) {
     float* alpha = w.alpha + row;
-    if (end - row >= W) store(alpha, exp2(load(alpha)));
-    else store_n(alpha, exp2(load_n(alpha, end - row)), end - row);
+    const int left = end - row;
+    if (!higher) std::fill(alpha, alpha + std::min(left, W), 1.0f);
+    else if (left >= W) store(alpha, exp2(load(alpha)));
+    else store_n(alpha, exp2(load_n(alpha, left)), left);
   }
   for (int row = first; row < end; ++row) {
     float* s = w.s[row];
     const int count = tile.count, seen = w.m[row] == NONE ? 0 : seen_of(w, row, tile);
-    const V m = set1(-w.m[row]);
-    V total = zero();
-    int i = 0;
-    for (; i < seen; i += W) {
+    const V m = set1(-w.m[row]), alpha = set1(w.alpha[row]);
+    V total = mul(w.total[row], alpha);
+    const auto weigh = [&](int i) {
       const V p = exp2(add(load(s + i), m));
-      store(s + i, p);
       total = add(total, p);
-    }
+      return p;
+    };
+    int i = 0;
+    for (; i < seen; i += W) store(s + i, weigh(i));
     for (; i < count; i += W) store(s + i, zero());
-    w.l[row] = w.l[row] * w.alpha[row] + sum(total);
+    w.total[row] = total;
   }
 }
 
@@ -696,12 +734,16 @@ inline __attribute__((always_inline)) void accumulate_chunks(Scratch& w, int row
   for (int r = 0; r < R; ++r)
     for (int c = 0; c < up(CHUNKS, UNIT); ++c) acc[r][c] = c < CHUNKS ? mul(load(&w.o[row + r][(c0 + c) * W]), set1(w.alpha[row + r])) : zero();
   for (int i = 0; i < steps; ++i) {
+    // Unrolled by name: with branches within, as a step has, GCC leaves the sums in memory else.
+#pragma GCC unroll 32
     for (int c = 0; c < CHUNKS; c += UNIT) {
       step();
       V vv[UNIT];
       v(i, (c0 + c) * W, vv);
+#pragma GCC unroll 32
       for (int r = 0; r < R; ++r) {
         const V weight = set1(w.s[row + r][i]);
+#pragma GCC unroll 4
         for (int j = 0; j < UNIT; ++j) acc[r][c + j] = fma(weight, vv[j], acc[r][c + j]);
       }
     }
@@ -725,9 +767,9 @@ inline void accumulate(Scratch& w, int row, const Tile& tile, F v) {
   constexpr int FREE = REGISTERS * 3 / 4;  // of the registers, for accumulators
   constexpr int CHUNKS = DVP / W, UNIT = 1, BUDGET = std::clamp(FREE / R / UNIT * UNIT, UNIT, up(CHUNKS, UNIT));
   constexpr int STEP = chunks_of(CHUNKS, BUDGET, UNIT), REST = CHUNKS % STEP;
-  Pace<V_LINES, R * UNIT, GROUP * CHUNKS> pace{w.v_ahead};
+  Pace<V_LINES, GROUP * CHUNKS, V_SPANS> pace{w.v_ahead};
   const auto step = [&] {
-    if (IN_PLACE) pace.step();
+    if (IN_PLACE) pace.template step<R * UNIT>();
   };
   for (int c0 = 0; c0 + STEP <= CHUNKS; c0 += STEP) accumulate_chunks<R, STEP>(w, row, tile, c0, v, step);
   if constexpr (REST > 0) accumulate_chunks<R, REST>(w, row, tile, CHUNKS - REST, v, step);
@@ -754,7 +796,7 @@ inline const T* q_row(const pg_attend_args& a, int64_t token, int64_t head) {
 inline void clear(Scratch& w, int row) {
   std::fill(w.o[row], w.o[row] + DVP, 0.0f);
   w.m[row] = NONE;
-  w.l[row] = 0.0f;
+  w.total[row] = zero();
 }
 
 // Loads rows of query tokens [first, first + tokens) of sequence s, KV head `head`, as the item's tokens from `at` on;
@@ -789,13 +831,14 @@ void run(Scratch& w, const pg_attend_args& a, int64_t s, int64_t head, int heads
     for (int h = 0; h < heads; ++h) {
       const int first = h * rows, end = first + rows;
       if (h > 0)
-        for (int i = 0; i < tile.count; ++i) tile.k[i] += a.k_stride_head, tile.v[i] += a.v_stride_head;
-      look_ahead(w, a, tile, ahead, h, heads);
+        move_on(tile, a.k_stride_head, a.v_stride_head);
+      look_ahead(w, a, ahead, h, heads);
       scores(w, first, end, packed, tile, a);
       softmax(w, first, end, tile);
       values(w, first, end, packed, tile, a);
     }
   }
+  for (int row = 0; row < heads * rows; ++row) w.l[row] = sum(w.total[row]);
 }
 
 // Divides a row by its sum and stores it; a row that saw no token becomes 0 with lse -inf.

@@ -271,6 +271,7 @@ SIMD_INLINE V mul(V a, V b) { return _mm512_mul_ps(a, b); }
 SIMD_INLINE V max(V a, V b) { return _mm512_max_ps(a, b); }
 SIMD_INLINE V fma(V a, V b, V c) { return _mm512_fmadd_ps(a, b, c); }
 SIMD_INLINE float sum(V v) { return _mm512_reduce_add_ps(v); }
+SIMD_INLINE bool any_above(V v, float x) { return _mm512_cmp_ps_mask(v, set1(x), _CMP_GT_OQ) != 0; }
 SIMD_INLINE float top(V v) { return _mm512_reduce_max_ps(v); }
 
 SIMD_INLINE __mmask16 first(int n) { return __mmask16((1u << n) - 1); }

@@ -945,8 +945,8 @@ inline void softmax(Scratch& w, int first, int end, const Tile& tile) {
     V total = mul(w.total[row], alpha);
     const auto weigh = [&](int i) {
       const V p = exp2(add(load(s + i), m));
-      total = add(total, p);
       const V weight = mul(p, load(tile.v_scale + i));
+      total = add(total, p);
       return weight;
     };
     int i = 0;

@@ -59,10 +59,11 @@ HEADS = ((9, 3, 64), (32, 8, 128), (8, 1, 128), (16, 16, 64), (14, 2, 64), (32, 
 DECODE: tuple[tuple[str, tuple[tuple[int, int, int], ...], tuple[int, ...], tuple[str, ...]], ...] = (
     # KV dtype, heads, block sizes, batches
     ("bf16", HEADS, (32,), ("1x1@2048", "1x1@32768", "8x1@2048", "8x1@8192", "32x1@512", "32x1@8192")),
+    ("bf16", HEADS[:2], (32,), ("1x1@32768+31x1@512",)),
     ("bf16", HEADS[:2], (16, 128), ("8x1@2048", "32x1@8192")),
     ("fp32", HEADS[:2], (32,), ("8x1@2048", "32x1@2048")),
-    ("int8", HEADS[:3], (32,), ("8x1@8192", "32x1@8192")),
-    ("fp8_e4m3", HEADS[:3], (32,), ("8x1@8192", "32x1@8192")),
+    ("int8", HEADS[:4], (32,), ("8x1@8192", "32x1@8192")),
+    ("fp8_e4m3", HEADS[:4], (32,), ("8x1@8192", "32x1@8192")),
 )
 PREFILL = ("1x1024@1024", "1x4096@4096")
 
@@ -134,9 +135,11 @@ def matrix_product(size: int, target: Target) -> Call:
     return call
 
 
-def block_addresses(pool: Pool, table: torch.Tensor) -> torch.Tensor:
+def block_addresses(pool: Pool, point: Point, table: torch.Tensor) -> torch.Tensor:
     """Where the blocks of a batch begin, (2 * blocks,) int64: of each in its table's order that of K, then that of V."""
-    where = [cache.data_ptr() + table.flatten().long() * cache[0].nbytes for cache in (pool.k_cache, pool.v_cache)]
+    begins = torch.arange(table.shape[1]) * pool.spec.block_size
+    blocks = table[begins < torch.tensor(point.context_lens)[:, None]].long()
+    where = [cache.data_ptr() + blocks * cache[0].nbytes for cache in (pool.k_cache, pool.v_cache)]
     return torch.stack(where, dim=1).flatten()
 
 
@@ -188,7 +191,7 @@ def contenders(batch: Batch, target: Target, options: argparse.Namespace) -> tup
     address, whole = memory.data_ptr(), min(kv_bytes, memory.nbytes())
     calls["read"] = lambda: loops.read(address + next(turn) % pieces * stride, whole, threads)
     if batch.phase is Phase.DECODE:
-        pieces_of = [block_addresses(pool, table) for table in ours.block_tables]
+        pieces_of = [block_addresses(pool, point, table) for table in ours.block_tables]
         block = pool.k_cache[0].nbytes
 
         def read_blocks() -> None:
@@ -198,7 +201,8 @@ def contenders(batch: Batch, target: Target, options: argparse.Namespace) -> tup
         calls["blocks"] = read_blocks
     else:
         calls["torch_mm"] = matrix_product(MM_SIZE, target)
-    if not options.no_peers and not spec.cache_dtype.quantised:
+    alike = len(set(point.context_lens)) == 1  # ragged batches are ours alone
+    if not options.no_peers and not spec.cache_dtype.quantised and alike:
         copies = Copies(pool, point, turn)
         calls |= sdpa_calls(copies) | vllm_calls(copies)
     return calls, rotated, pool

@@ -126,6 +126,8 @@ def _cpp_attend_space(spec: KernelSpec, target: Target) -> ConfigSpace:
     # Two tiles of all heads, this one and the one that is prefetched, are to stay in the second cache beside what else is there.
     token = spec.kv_heads * (spec.k_width + (0 if spec.v_in_k else spec.v_width)) * spec.cache_dtype.itemsize
     tile_few = max(16, min(64, 1 << (TILE_BYTES // token).bit_length() - 1)) if token <= TILE_BYTES else 16
+    if spec.kv_layout.k_order is Order.NHD and spec.kv_heads > 1:
+        tile_few = 16  # each head in turn reads its part of every token: in short tiles still nearly in the order of memory
     if spec.kv_layout.k_order is Order.HDN:  # whole blocks: a part of one is a part of each of its rows
         tile_few = max(tile_few, min(128, 1 << (spec.block_size - 1).bit_length()))
         tile_kv = max(tile_kv, tile_few)

@@ -6,14 +6,10 @@ Vendored into every kernel package: relative imports, torch and the standard lib
 from __future__ import annotations
 
 import ctypes
-import dataclasses
-import itertools
-import struct
+import functools
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -24,15 +20,11 @@ from .kernel import (
     AttendExtras,
     KVScales,
     WriteExtras,
-    check_attend_extras,
-    check_cache,
+    check_attend,
     check_copy_blocks,
-    check_query,
-    check_tables,
     check_write_kv,
     k_strides,
-    length,
-    needs_extras,
+    require,
     v_strides,
 )
 from .spec import KernelSpec, KVLayout, KVScale, Op
@@ -119,15 +111,6 @@ _STATUS = {
     10: "the system does not let this process use the matrix unit (AMX); build for cpu:avx512 instead",
 }
 
-_scratch = threading.local()  # one grow-only workspace a thread: calls from two threads never share it
-
-
-def _workspace(size: int) -> torch.Tensor:
-    buffer: torch.Tensor | None = getattr(_scratch, "buffer", None)
-    if buffer is None or buffer.numel() < size + 64:
-        buffer = _scratch.buffer = torch.empty(size + 64, dtype=torch.uint8)
-    return buffer
-
 
 class CppKernel:
     """A generated shared library, called by pointer and stride. Raises KernelError for what the library refuses."""
@@ -142,9 +125,6 @@ class CppKernel:
         if version != ABI_VERSION:
             raise KernelError(f"{path.name} has C ABI {version}, this caller {ABI_VERSION}; rebuild it from its source")
         self._run = getattr(self._library, f"pagegen_{op.value}")
-        if op is Op.ATTEND:
-            self._workspace_bytes = self._library.pagegen_attend_workspace
-            self._workspace_bytes.restype = ctypes.c_int64
 
     def _check(self, status: int) -> None:
         if status:
@@ -156,18 +136,22 @@ def pointer(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-_NO_SCALES = (None,) * 4 + (0,) * 6
+def scale_tensors(scales: KVScales | None) -> tuple[torch.Tensor | None, ...]:
+    """Those of the first fields of `SCALES`."""
+    return (None, None, None, None) if scales is None else (scales.k_scale, scales.v_scale, scales.k_zero, scales.v_zero)
+
+
+def scale_strides(spec: KernelSpec, scales: KVScales | None) -> tuple[int, ...]:
+    """Values of the other fields of `SCALES`."""
+    if scales is None or spec.kv_scale is KVScale.TENSOR:
+        return (0,) * 6
+    k, v = ((0, 0, scale.stride(0)) if scale.dim() == 1 else scale.stride() for scale in (scales.k_scale, scales.v_scale))
+    return (*k, *v)
 
 
 def scale_arguments(spec: KernelSpec, scales: KVScales | None) -> tuple[int | None, ...]:
     """Values of the fields `SCALES`."""
-    if scales is None:
-        return _NO_SCALES
-    strides = [(0, 0, scale.stride(0)) if scale.dim() == 1 else scale.stride() for scale in (scales.k_scale, scales.v_scale)]
-    if spec.kv_scale is KVScale.TENSOR:
-        strides = [(0, 0, 0), (0, 0, 0)]
-    pointers = (scales.k_scale, scales.v_scale, scales.k_zero, scales.v_zero)
-    return (*map(pointer, pointers), *strides[0], *strides[1])
+    return (*map(pointer, scale_tensors(scales)), *scale_strides(spec, scales))
 
 
 def cache_strides(layout: KVLayout, k_cache: torch.Tensor, v_cache: torch.Tensor) -> tuple[int, ...]:
@@ -175,72 +159,114 @@ def cache_strides(layout: KVLayout, k_cache: torch.Tensor, v_cache: torch.Tensor
     return (*k_strides(layout, k_cache), *v_strides(layout, v_cache))
 
 
-_CODES: dict[object, str] = {POINTER: "Q", ctypes.c_uint64: "Q", INT64: "q", ctypes.c_float: "f", INT32: "i"}
-# AttendArgs up to its scales; packed in a third of the time that ctypes takes.
-_PLAIN = struct.Struct("=" + "".join(_CODES[field[1]] for field in itertools.takewhile(lambda field: field[0] != SCALES[0][0], AttendArgs._fields_)))
-_ARGS_SIZE = ctypes.sizeof(AttendArgs)
-WORKSPACE_TOO_SMALL = 2  # PG_E_WORKSPACE
-MAX_LAYERS = 1024  # whose caches are remembered
+# --- calls from Python (templates/cpp/python_call.h) -----------------------------------------------------------------
+
+_MAX_TENSORS, _MAX_DIMS = 16, 5
+_OTHER_TENSORS, _WORKSPACE_TOO_SMALL = -1, 2  # python::OTHER_TENSORS, PG_E_WORKSPACE
+_FASTCALL = 0x0080  # METH_FASTCALL
 
 
-def _same(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], bool]:
-    """Says of three tensors whether they are these, in the same place and of the same shape, as when they were checked."""
-    ref_a, ref_b, ref_c = weakref.ref(a), weakref.ref(b), weakref.ref(c)
-    at_a, at_b, at_c = a.data_ptr(), b.data_ptr(), c.data_ptr()
-    shape_a, shape_b, shape_c = a.shape, b.shape, c.shape
+class _ExchangeAPI(ctypes.Structure):
+    """DLPackExchangeAPI of DLPack 1, as far as it is read."""
 
-    def holds(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> bool:
-        return (
-            ref_a() is a
-            and ref_b() is b
-            and ref_c() is c
-            and (a.data_ptr(), b.data_ptr(), c.data_ptr()) == (at_a, at_b, at_c)
-            and a.shape == shape_a
-            and b.shape == shape_b
-            and c.shape == shape_c
-        )
-
-    return holds
+    _fields_ = [*c_fields(ctypes.c_uint32, "major minor"), *c_fields(POINTER, "older allocate from_object to_object dl_tensor")]
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class _Layer:
-    """What a call's arguments say of the caches and the extras, checked and packed: they are looked at once."""
+class _Method(ctypes.Structure):
+    """PyMethodDef."""
 
-    k_cache: weakref.ref[torch.Tensor]
-    v_cache: weakref.ref[torch.Tensor]
-    addresses: tuple[int, int]
-    shapes: tuple[torch.Size, torch.Size]
-    extras: AttendExtras
-    num_blocks: int
-    strides: tuple[int, ...]
-    tail: bytes  # AttendArgs from its scales on
-
-    def holds(self, k_cache: torch.Tensor, v_cache: torch.Tensor, extras: AttendExtras) -> bool:
-        """Whether these are they, in the same place and of the same shape; a mask is another one in each step."""
-        return (
-            self.extras is extras
-            and self.k_cache() is k_cache
-            and self.v_cache() is v_cache
-            and (k_cache.data_ptr(), v_cache.data_ptr()) == self.addresses
-            and (k_cache.shape, v_cache.shape) == self.shapes
-            and extras.mask is None
-        )
+    _fields_ = [("name", ctypes.c_char_p), ("function", POINTER), ("flags", ctypes.c_int), ("doc", ctypes.c_char_p)]
 
 
-def _geometry_of(out: torch.Tensor, q: torch.Tensor) -> tuple[Any, ...]:
-    return (q.shape, q.stride(), out.shape, out.stride(), q.dtype, out.dtype, q.device, out.device)
+class _Call(ctypes.Structure):
+    """python::Call."""
+
+    _fields_ = [
+        ("dl_tensor", POINTER),
+        *c_fields(INT64, "state count"),
+        ("fields", INT64 * _MAX_TENSORS),
+        ("kinds", INT64 * (4 + 2 * _MAX_DIMS) * _MAX_TENSORS),
+    ]
 
 
-class CppAttend(CppKernel):
+_capsule_pointer = ctypes.PYFUNCTYPE(POINTER, ctypes.py_object, ctypes.c_char_p)(("PyCapsule_GetPointer", ctypes.pythonapi))
+_new_function = ctypes.PYFUNCTYPE(ctypes.py_object, POINTER, ctypes.py_object, POINTER)(("PyCFunction_NewEx", ctypes.pythonapi))
+
+
+@functools.cache
+def _dl_tensor() -> int | None:
+    """Address of the function that says what a tensor of torch is like; None in a torch that has none."""
+    capsule = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+    if capsule is None:
+        return None
+    api = _ExchangeAPI.from_address(_capsule_pointer(capsule, b"dlpack_exchange_api"))
+    return api.dl_tensor if api.major == 1 else None
+
+
+class _Checked:
+    """A call that is checked and packed into `args`. `run(*tensors)` makes it; and again, on tensors that differ in their
+    places only. It takes them in the order of their fields, None for one that is not given; those at the end may be left out.
+
+    For one thread at a time.
+    """
+
+    def __init__(self, method: _Method, args: ctypes.Structure, settings: object) -> None:
+        """`settings` is what `args` was packed from beside tensors."""
+        memory = bytearray(ctypes.sizeof(_Call)) + bytes(args)
+        fields = [field[0] for field in args._fields_ if field[1] is POINTER and field[0] != "workspace"]
+        call = _Call.from_buffer(memory)
+        call.dl_tensor, call.count = _dl_tensor(), len(fields)
+        for index, name in enumerate(fields):
+            call.fields[index] = getattr(type(args), name).offset
+        self.args, self.settings = type(args).from_buffer(memory, ctypes.sizeof(_Call)), settings
+        self.run: Callable[..., int] = _new_function(ctypes.addressof(method), memory, None)
+        self.kept: object = None  # memory that `args` points to and the tensors do not hold
+
+
+class _Thread(threading.local):
+    """A kernel's last call in each thread."""
+
+    call: _Checked | None = None
+
+
+class _OftenCalled(CppKernel):
+    """A kernel that every layer of every step calls."""
+
+    def __init__(self, path: Path, spec: KernelSpec, op: Op) -> None:
+        super().__init__(path, spec, op)
+        function = ctypes.cast(getattr(self._library, f"pagegen_{op.value}_call"), POINTER)
+        self._method = _Method(op.value.encode(), function, _FASTCALL)
+        self._thread = _Thread()
+
+
+_scratch = threading.local()  # one grow-only workspace a thread: calls from two threads never share it
+
+
+def _workspace(size: int) -> torch.Tensor:
+    buffer: torch.Tensor | None = getattr(_scratch, "buffer", None)
+    if buffer is None or buffer.numel() < size + 64:
+        buffer = _scratch.buffer = _buffer(size)
+    return buffer
+
+
+def _buffer(size: int) -> torch.Tensor:
+    return torch.empty(size + 64, dtype=torch.uint8)
+
+
+def _give(call: _Checked, buffer: torch.Tensor) -> None:
+    """Makes `buffer` the workspace of a call of attend."""
+    start = -(-buffer.data_ptr() // 64) * 64
+    call.args.workspace, call.args.workspace_bytes = start, buffer.data_ptr() + buffer.numel() - start
+    call.kept = buffer
+
+
+class CppAttend(_OftenCalled):
     """`Attend` on a C++ library; uses torch.get_num_threads() threads."""
 
     def __init__(self, path: Path, spec: KernelSpec, op: Op) -> None:
         super().__init__(path, spec, op)
-        self._layers: dict[int, _Layer] = {}
-        self._are_checked: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], bool] = lambda *_: False
-        self._geometry: tuple[object, ...] = ()  # of q and out, as they were checked last
-        self._scale = spec.softmax_scale
+        self._workspace_bytes = self._library.pagegen_attend_workspace
+        self._workspace_bytes.restype = INT64
 
     def __call__(
         self,
@@ -258,22 +284,20 @@ class CppAttend(CppKernel):
         max_query_len: int | None = None,
         max_context_len: int | None = None,
     ) -> None:
-        spec = self.spec
-        layer = self._layers.get(id(k_cache))
-        if layer is None or not layer.holds(k_cache, v_cache, extras):
-            layer = self._checked_layer(k_cache, v_cache, extras, length(q))
-        geometry = _geometry_of(out, q)
-        if geometry != self._geometry or lse is not None or spec.lse:
-            check_query(spec, out, q, lse, k_cache.device)
-            self._geometry = geometry
-        if not self._are_checked(block_table, context_lens, cu_seqlens_q):  # by the first layer of a step
-            check_tables(block_table, context_lens, cu_seqlens_q, k_cache.device)
-            self._are_checked = _same(block_table, context_lens, cu_seqlens_q)
-        packed = self._pack(_workspace(0), layer, geometry, out, q, block_table, context_lens, cu_seqlens_q, scale, lse)
-        status = self._run(packed)
-        if status == WORKSPACE_TOO_SMALL:  # this thread's buffer grows, once in a while
-            buffer = _workspace(self._room(packed))
-            status = self._run(self._pack(buffer, layer, geometry, out, q, block_table, context_lens, cu_seqlens_q, scale, lse))
+        tensors: tuple[torch.Tensor | None, ...] = (q, out, lse, k_cache, v_cache, block_table, context_lens, cu_seqlens_q)
+        if extras is not NO_ATTEND_EXTRAS:
+            tensors += (*scale_tensors(extras.scales), extras.alibi_slopes, extras.sinks, extras.mask)
+        settings = (scale, torch.get_num_threads(), extras.shared_prefix_len)
+        call = self._thread.call
+        status = call.run(*tensors) if call is not None and call.settings == settings else _OTHER_TENSORS
+        if call is None or status == _OTHER_TENSORS:
+            args = self._pack(out, q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, scale, lse, extras)
+            call = _Checked(self._method, args, settings)
+            _give(call, _workspace(0))
+            status = call.run(*tensors)
+            self._thread.call = call
+        if status == _WORKSPACE_TOO_SMALL:
+            status = self._run_with_room(call, _workspace)
         if status:
             self._check(status)
 
@@ -296,98 +320,69 @@ class CppAttend(CppKernel):
         What they hold may change from one call to the next; where they lie, their shapes and the number of torch's threads may
         not. It keeps them alive, has a workspace of its own, and is for one thread at a time. Raises KernelError as a call does.
         """
-        check_query(self.spec, out, q, lse, k_cache.device)
-        check_tables(block_table, context_lens, cu_seqlens_q, k_cache.device)
-        layer = self._checked_layer(k_cache, v_cache, extras, length(q))
-        geometry, buffer = _geometry_of(out, q), torch.empty(64, dtype=torch.uint8)
-        packed = self._pack(buffer, layer, geometry, out, q, block_table, context_lens, cu_seqlens_q, scale, lse)
+        tensors = (out, q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q)
+        call = _Checked(self._method, self._pack(*tensors, scale, lse, extras), None)
+        _give(call, _buffer(0))
+        args = ctypes.byref(call.args)
 
-        def call(_kept: object = (k_cache, v_cache)) -> None:  # which the layer does not hold
-            nonlocal buffer, packed
-            status = self._run(packed)
-            if status == WORKSPACE_TOO_SMALL:
-                buffer = torch.empty(self._room(packed) + 64, dtype=torch.uint8)
-                packed = self._pack(buffer, layer, geometry, out, q, block_table, context_lens, cu_seqlens_q, scale, lse)
-                status = self._run(packed)
+        def run(_kept: object = (*tensors, lse, extras)) -> None:
+            status = self._run(args)
+            if status == _WORKSPACE_TOO_SMALL:
+                status = self._run_with_room(call, _buffer)
             if status:
                 self._check(status)
 
-        return call
+        return run
 
-    def _room(self, packed: bytes) -> int:
-        """Bytes of workspace that a call needs. Raises KernelError for what the library refuses."""
-        size = int(self._workspace_bytes(packed))
+    def _run_with_room(self, call: _Checked, allocate: Callable[[int], torch.Tensor]) -> int:
+        """Runs a call in as much workspace as it needs. Raises KernelError for what the library refuses."""
+        args = ctypes.byref(call.args)
+        size = int(self._workspace_bytes(args))
         self._check(-min(size, 0))
-        return size
+        _give(call, allocate(size))
+        return int(self._run(args))
 
     def _pack(
         self,
-        buffer: torch.Tensor,
-        layer: _Layer,
-        geometry: tuple[Any, ...],
         out: torch.Tensor,
         q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
         block_table: torch.Tensor,
         context_lens: torch.Tensor,
         cu_seqlens_q: torch.Tensor,
         scale: float | None,
         lse: torch.Tensor | None,
-    ) -> bytes:
-        """AttendArgs with `buffer` as the workspace; `geometry` as `_geometry` has it."""
-        workspace = -(-buffer.data_ptr() // 64) * 64
-        (tokens, _, _), (q_token, q_head, _), _, (out_token, out_head, _) = geometry[:4]
-        seqs, width = block_table.shape
-        plain = _PLAIN.pack(
-            _ARGS_SIZE,
-            q.data_ptr(),
-            out.data_ptr(),
-            0 if lse is None else lse.data_ptr(),
-            *layer.addresses,
-            block_table.data_ptr(),
-            context_lens.data_ptr(),
-            cu_seqlens_q.data_ptr(),
-            workspace,
-            buffer.data_ptr() + buffer.numel() - workspace,
-            tokens,
-            seqs,
-            layer.num_blocks,
-            width,
-            q_token,
-            q_head,
-            out_token,
-            out_head,
+        extras: AttendExtras,
+    ) -> ctypes.Structure:
+        """AttendArgs of a call that is checked here, without a workspace."""
+        spec, mask = self.spec, extras.mask
+        num_blocks = check_attend(spec, out, q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, lse, extras)
+        require(k_cache.device.type == "cpu", "k_cache device", k_cache.device, "cpu")
+        return AttendArgs(
+            ctypes.sizeof(AttendArgs),
+            *map(pointer, (q, out, lse, k_cache, v_cache, block_table, context_lens, cu_seqlens_q)),
+            None,
+            0,
+            q.shape[0],
+            block_table.shape[0],
+            num_blocks,
+            block_table.shape[1],
+            *q.stride()[:2],
+            *out.stride()[:2],
             *((0, 0) if lse is None else lse.stride()),
-            *layer.strides,
+            *cache_strides(spec.kv_layout, k_cache, v_cache),
             block_table.stride(0),
-            self._scale if scale is None else scale,
+            spec.softmax_scale if scale is None else scale,
             torch.get_num_threads(),
+            *scale_arguments(spec, extras.scales),
+            *map(pointer, (extras.alibi_slopes, extras.sinks, mask)),
+            *((0, 0) if mask is None else (mask.stride(0), mask.shape[1])),
+            extras.shared_prefix_len,
         )
-        return plain + layer.tail
-
-    def _checked_layer(self, k_cache: torch.Tensor, v_cache: torch.Tensor, extras: AttendExtras, tokens: int) -> _Layer:
-        """Checks caches and extras, and remembers them for the next call."""
-        spec, num_blocks = self.spec, check_cache(self.spec, k_cache, v_cache)
-        if extras is not NO_ATTEND_EXTRAS or needs_extras(spec):
-            check_attend_extras(spec, extras, num_blocks, tokens, k_cache.device)
-        mask, args = extras.mask, AttendArgs()
-        for (name, _), value in zip(SCALES, scale_arguments(spec, extras.scales), strict=True):
-            setattr(args, name, value)
-        args.alibi_slopes, args.sinks, args.mask = map(pointer, (extras.alibi_slopes, extras.sinks, mask))
-        if mask is not None:
-            args.mask_stride_token, args.mask_width = mask.stride(0), mask.shape[1]
-        args.shared_prefix_len = extras.shared_prefix_len
-        strides = cache_strides(spec.kv_layout, k_cache, v_cache)
-        addresses, shapes = (k_cache.data_ptr(), v_cache.data_ptr()), (k_cache.shape, v_cache.shape)
-        references = weakref.ref(k_cache), weakref.ref(v_cache)
-        layer = _Layer(*references, addresses, shapes, extras, num_blocks, strides, bytes(args)[_PLAIN.size :])
-        if len(self._layers) >= MAX_LAYERS:
-            self._layers = {key: known for key, known in self._layers.items() if known.k_cache() is not None}
-        if len(self._layers) < MAX_LAYERS:
-            self._layers[id(k_cache)] = layer
-        return layer
 
 
-class CppWriteKV(CppKernel):
+class CppWriteKV(_OftenCalled):
     """`WriteKV` on a C++ library."""
 
     def __call__(
@@ -400,33 +395,54 @@ class CppWriteKV(CppKernel):
         *,
         extras: WriteExtras = NO_WRITE_EXTRAS,
     ) -> None:
+        tensors: tuple[torch.Tensor | None, ...] = (k, v, k_cache, v_cache, slot_mapping)
+        if extras is not NO_WRITE_EXTRAS:
+            tensors += (*scale_tensors(extras.scales), *_rotated(extras))
+        settings = (extras.eps, torch.get_num_threads())
+        call = self._thread.call
+        status = call.run(*tensors) if call is not None and call.settings == settings else _OTHER_TENSORS
+        if status == _OTHER_TENSORS:
+            call = _Checked(self._method, self._pack(k, v, k_cache, v_cache, slot_mapping, extras), settings)
+            status = call.run(*tensors)
+            self._thread.call = call
+        if status:
+            self._check(status)
+
+    def _pack(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        extras: WriteExtras,
+    ) -> ctypes.Structure:
+        """WriteKVArgs of a call that is checked here."""
+        q, q_out, cos_sin = extras.q, extras.q_out, extras.cos_sin
         num_blocks = check_write_kv(self.spec, k, v, k_cache, v_cache, slot_mapping, extras)
-        args = WriteKVArgs(
+        require(k_cache.device.type == "cpu", "k_cache device", k_cache.device, "cpu")
+        return WriteKVArgs(
             ctypes.sizeof(WriteKVArgs),
-            k.data_ptr(),
-            v.data_ptr(),
-            k_cache.data_ptr(),
-            v_cache.data_ptr(),
-            slot_mapping.data_ptr(),
+            *map(pointer, (k, v, k_cache, v_cache, slot_mapping)),
             k.shape[0],
             num_blocks,
-            k.stride(0),
-            k.stride(1),
-            v.stride(0),
-            v.stride(1),
+            *k.stride()[:2],
+            *v.stride()[:2],
             *cache_strides(self.spec.kv_layout, k_cache, v_cache),
             torch.get_num_threads(),
             0,
             *scale_arguments(self.spec, extras.scales),
+            *map(pointer, _rotated(extras)),
+            *((0, 0) if q is None else q.stride()[:2]),
+            *((0, 0) if q_out is None else q_out.stride()[:2]),
+            *((0, 0) if cos_sin is None else (cos_sin.stride(0), cos_sin.shape[0])),
+            extras.eps,
         )
-        if extras.q is not None and extras.q_out is not None and extras.cos_sin is not None:
-            pointers = (extras.q, extras.q_out, extras.positions, extras.cos_sin, extras.q_weight, extras.k_weight)
-            args.q, args.q_out, args.positions, args.cos_sin, args.q_weight, args.k_weight = map(pointer, pointers)
-            args.q_stride_token, args.q_stride_head = extras.q.stride()[:2]
-            args.q_out_stride_token, args.q_out_stride_head = extras.q_out.stride()[:2]
-            args.cos_sin_stride, args.max_positions = extras.cos_sin.stride(0), extras.cos_sin.shape[0]
-            args.eps = extras.eps
-        self._check(self._run(ctypes.byref(args)))
+
+
+def _rotated(extras: WriteExtras) -> tuple[torch.Tensor | None, ...]:
+    """The fields of WriteKVArgs that rotating and normalising need."""
+    return extras.q, extras.q_out, extras.positions, extras.cos_sin, extras.q_weight, extras.k_weight
 
 
 class CppCopyBlocks(CppKernel):

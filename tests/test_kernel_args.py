@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from pagegen.abi import _PLAIN, ABI_VERSION, AttendArgs, CopyBlocksArgs, CppAttend, WriteKVArgs
-from pagegen.build import build_kernels
+from pagegen.abi import ABI_VERSION, AttendArgs, CopyBlocksArgs, WriteKVArgs
 from pagegen.build.cpp import run_compiler
 from pagegen.errors import KernelError
 from pagegen.kernel import (
@@ -26,8 +25,7 @@ from pagegen.kernel import (
 )
 from pagegen.paths import TEMPLATES
 from pagegen.reference import token_view
-from pagegen.spec import DType, KernelSpec, parse_slug
-from pagegen.target import best_cpu
+from pagegen.spec import KernelSpec, parse_slug
 
 SPEC = parse_slug("bf16-d16v8-h6x2-b4-HND-lse")[0]
 ABI = TEMPLATES / "cpp/abi.h"
@@ -191,31 +189,3 @@ def test_every_field_of_the_header_is_in_the_struct_in_order(struct: type[ctypes
 def test_the_header_is_c_and_cpp(tmp_path: Path) -> None:
     (tmp_path / "a.cpp").write_text(ABI.read_text() + "\nint main() { return PG_OK; }\n")
     run_compiler(["-std=c++17", "-Wall", "-Wextra", "-Werror", "a.cpp", "-o", "a"], tmp_path)
-
-
-def test_what_is_packed_by_hand_ends_where_the_structs_scales_begin() -> None:
-    assert _PLAIN.size == AttendArgs.k_scale.offset
-
-
-@pytest.mark.compiler
-def test_a_prepared_call_takes_what_its_tensors_hold_and_checks_it_each_time() -> None:
-    spec, target = SPEC.replace(block_size=16, dtype=DType.FP32), best_cpu()
-    attend = build_kernels(spec, target).attend
-    assert isinstance(attend, CppAttend)
-    args = attend_args(spec)
-    for name in ("out", "q"):
-        args[name] = torch.randn(args[name].shape)
-    args["k_cache"].normal_(), args["v_cache"].normal_()
-    call = attend.prepared(**args)
-    for contexts, table in (([5, 1, 9], [[0, 1], [1, 2], [2, 4]]), ([30, 0, 32], [[4, 3], [1, 0], [2, 0]])):  # then it needs more room
-        args["context_lens"].copy_(torch.tensor(contexts)), args["block_table"].copy_(torch.tensor(table))
-        args["cu_seqlens_q"].copy_(torch.tensor([0, 3, 4, 7]) if contexts[1] else torch.tensor([0, 3, 3, 7]))
-        call()
-        found = args["out"].clone(), args["lse"].clone()
-        attend(**args)
-        assert torch.equal(found[0][:7], args["out"][:7]) and torch.equal(found[1][:3], args["lse"][:3])
-    args["block_table"][0, 0] = 5
-    with pytest.raises(KernelError, match="outside the cache"):
-        call()
-    with pytest.raises(KernelError, match="lse"):
-        attend.prepared(**{**args, "lse": None})

@@ -54,11 +54,13 @@ def packaged(op: Op, spec: KernelSpec = SPEC, target: Target | None = None, bina
 
 def marked(number: int, target: Target | None = None) -> Packaged:
     """An `attend` that does nothing but write `number` into the first element of out."""
-    text = (TEMPLATES / "cpp" / "abi.h").read_text() + (
+    text = "".join((TEMPLATES / "cpp" / name).read_text() for name in ("abi.h", "python_call.h")) + (
         "PG_EXPORT int32_t pagegen_abi_version(void) { return PAGEGEN_ABI_VERSION; }\n"
         "PG_EXPORT int64_t pagegen_attend_workspace(const pg_attend_args*) { return 0; }\n"
         "PG_EXPORT int32_t pagegen_attend(const pg_attend_args* args) {\n"
         f"  if (args->num_tokens) static_cast<float*>(args->out)[0] = {number};\n  return PG_OK;\n}}\n"
+        "PG_EXPORT void* pagegen_attend_call(void* self, void* const* tensors, intptr_t count) {\n"
+        "  return python::call(self, tensors, count, pagegen_attend);\n}\n"
     )
     made_of = variant(Op.ATTEND, SPEC, target or parse_target("cpu"))
     return Packaged(Source(made_of, text), compile_library(text, made_of.target))

@@ -137,6 +137,14 @@ class OpKernels:
     copy_blocks: CopyBlocks
 
 
+def _longest(context_lens: torch.Tensor) -> int | None:
+    """The longest context of a batch on the CPU; None for what no kernel accepts, and on a GPU, where a look would wait for it."""
+    if not context_lens.is_cpu or context_lens.dtype != torch.int32 or context_lens.dim() != 1:
+        return None
+    lens: list[int] = context_lens.tolist()  # torch's own maximum takes longer for the few sequences of a batch that is done soon
+    return max(lens) if lens else 0
+
+
 class PackagedKernels:
     """`PagedKernels` on a package folder: `attend` picks the kernel that was measured best for the batch at hand.
 
@@ -200,13 +208,16 @@ class PackagedKernels:
         The two maxima choose the kernel. A CPU batch that comes without `max_context_len` is read for it (microseconds); a
         GPU batch is not, since that would wait for the device, and gets the rows of the table without a bound on it.
         """
-        self._require_room(k_cache)
+        if max_context_len is None:
+            max_context_len = _longest(context_lens)
         # The layers of a step ask for the same batch: all but the first take its answer, for between two of them much of what
-        # Python would touch here has left the processor's caches.
-        asked = (q.shape, context_lens.shape, context_lens.dtype, max_query_len, max_context_len)
+        # Python would touch here has left the processor's caches. A tensor's size says as much as its shape, in half the time.
+        asked = (q.numel(), context_lens.numel(), k_cache.numel(), max_query_len, max_context_len)
         known, kernel = self._last
-        if kernel is None or max_context_len is None or asked != known:
-            kernel = cast(Attend, self._kernels()[self._choose(q, context_lens, max_query_len, max_context_len)])
+        if kernel is None or asked != known:
+            self._require_room(k_cache)
+            chosen = cast(Attend, self._kernels()[self._choose(q, context_lens, max_query_len, max_context_len)])
+            kernel = chosen.__call__  # the method: an object that is called makes a dict of its arguments first
             self._last = asked, kernel
         kernel(
             out,
@@ -229,10 +240,7 @@ class PackagedKernels:
         table = self.dispatch[Op.ATTEND]
         if q.dim() != 3 or context_lens.dim() != 1 or context_lens.dtype != torch.int32:
             return table.fallback  # any kernel refuses these, and says why
-        seqs = context_lens.shape[0]
-        if max_context_len is None and context_lens.device.type == "cpu":
-            max_context_len = int(context_lens.max()) if seqs else 0
-        shape = BatchShape.of_batch(q.shape[0], seqs, max_query_len, max_context_len)
+        shape = BatchShape.of_batch(q.shape[0], context_lens.shape[0], max_query_len, max_context_len)
         row = table.find(shape)
         if row:
             return row.kernel

@@ -19,6 +19,7 @@ import errno
 import functools
 import hashlib
 import importlib.util
+import inspect
 import itertools
 import json
 import os
@@ -52,7 +53,7 @@ from pagegen.kernel import (
     WriteExtras,
     WriteKV,
 )
-from pagegen.loader import FORMAT, MANIFEST, fingerprint, read_manifest
+from pagegen.loader import FORMAT, MANIFEST, OpKernels, fingerprint, read_manifest
 from pagegen.offsets import max_blocks
 from pagegen.paths import package_cache
 from pagegen.records import DispatchTable
@@ -109,8 +110,8 @@ class KernelPackage:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _ForeignKernels:
-    """`PagedKernels` of a package's own code, which may be older than extras: they are passed on only if there are any."""
+class _OlderKernels:
+    """`PagedKernels` of a package whose own code is older than extras: they are passed on only if there are any."""
 
     spec: KernelSpec
     kernels: Any
@@ -164,6 +165,13 @@ class _ForeignKernels:
     ) -> None:
         given = {} if scales is None else {"scales": scales}
         self.kernels.copy_blocks(k_cache, v_cache, pairs, **given)
+
+
+def _kernels_of(spec: KernelSpec, own: Any) -> PagedKernels:
+    """`PagedKernels` of a package's own code, by `attend`, `write_kv` and `copy_blocks`; called as they are, for speed."""
+    if "extras" not in inspect.signature(own.attend).parameters:
+        return _OlderKernels(spec, own)
+    return OpKernels(spec, own.attend, own.write_kv, own.copy_blocks)
 
 
 def package_name(spec: KernelSpec, target: Target) -> str:
@@ -422,7 +430,7 @@ def load_package(path: str | Path) -> KernelPackage:
     except (OSError, ImportError) as error:  # removed or replaced meanwhile: its files had been there, and right
         raise PackageError(f"package {folder} cannot be read ({error}); try again, or make it again with `pagegen tune`") from None
     spec = KernelSpec.from_dict(manifest["spec"])
-    kernels = _ForeignKernels(spec, module)
+    kernels = _kernels_of(spec, module)
     return KernelPackage(
         spec=spec,
         target=parse_target(manifest["target"]),
@@ -431,7 +439,7 @@ def load_package(path: str | Path) -> KernelPackage:
         attend=kernels.attend,
         write_kv=kernels.write_kv,
         copy_blocks=kernels.copy_blocks,
-        _default=_ForeignKernels(spec, module.default_kernels()),
+        _default=_kernels_of(spec, module.default_kernels()),
     )
 
 

@@ -6,6 +6,8 @@ take a kernel as an argument, so that it takes a number, which `handle` gives. E
 
 from __future__ import annotations
 
+import inspect
+
 import torch
 
 from pagegen.errors import KernelError
@@ -23,11 +25,10 @@ _bound: list[tuple[Attend, AttendExtras]] = []  # by handle; kernels live as lon
 
 def handle(attend: Attend, extras: AttendExtras = NO_ATTEND_EXTRAS) -> int:
     """The number by which `torch.ops.pagegen.attend` calls `attend` with these extras."""
-    for number, (kernel, given) in enumerate(_bound):
-        if kernel is attend and given is extras:
-            return number
-    _bound.append((attend, extras))
-    return len(_bound) - 1
+    call = attend if inspect.isroutine(attend) else attend.__call__  # an object that is called makes a dict of its arguments
+    if (call, extras) not in _bound:  # compared, for a method is another object each time it is asked for
+        _bound.append((call, extras))
+    return _bound.index((call, extras))
 
 
 def _attend(
@@ -47,8 +48,20 @@ def _attend(
     if not 0 <= handle < len(_bound):
         raise KernelError(f"attend has no handle {handle}; pagegen.torch_op.handle(kernels.attend) gives one")
     attend, extras = _bound[handle]
-    hints = {"max_query_len": max_query_len, "max_context_len": max_context_len}
-    attend(out, q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, scale=scale, lse=lse, extras=extras, **hints)
+    attend(
+        out,
+        q,
+        k_cache,
+        v_cache,
+        block_table,
+        context_lens,
+        cu_seqlens_q,
+        scale=scale,
+        lse=lse,
+        extras=extras,
+        max_query_len=max_query_len,
+        max_context_len=max_context_len,
+    )
 
 
 def _nothing(*_: object, **__: object) -> None:

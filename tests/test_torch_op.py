@@ -45,6 +45,17 @@ def test_extras_come_with_the_handle() -> None:
     assert torch.equal(out, inputs.out) and isinstance(torch_op._bound[number][1], AttendExtras)
 
 
+def test_a_kernel_has_one_handle_however_often_it_is_asked_for() -> None:
+    """A method is a new object each time."""
+
+    class Kernels:
+        def attend(self, *_: object, **__: object) -> None: ...
+
+    one, other = Kernels(), Kernels()
+    numbers = [torch_op.handle(kernels.attend) for kernels in (one, one, other, one)]
+    assert numbers[0] == numbers[1] == numbers[3] != numbers[2]
+
+
 def test_a_number_that_is_no_handle_is_one_line() -> None:
     _, inputs, rest = batch()
     with pytest.raises(KernelError, match="no handle 99999"):

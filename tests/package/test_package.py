@@ -103,7 +103,8 @@ def test_layers_of_a_step_look_at_the_table_once_and_any_other_batch_anew(marked
     assert [which(kernels, **step) for _ in range(30)] == [2] * 30 and len(shapes) == 1
     assert which(kernels, rows=4, seqs=3, context=9, max_query_len=4, max_context_len=9) == 3 and len(shapes) == 2
     assert which(kernels, **step) == 2 and len(shapes) == 3
-    assert [which(kernels, rows=1, seqs=3, context=context) for context in (64, 64)] == [2, 2] and len(shapes) == 5, "not said: read"
+    with pytest.warns(UntunedShapeWarning):
+        assert [which(kernels, rows=1, seqs=3, context=context) for context in (64, 65, 64)] == [2, 1, 2], "not said: read"
 
 
 def test_a_loaded_package_raises_the_callers_own_errors(original: Path) -> None:

@@ -109,6 +109,9 @@ def attend_of(checkout: str, spec: KernelSpec, target: Target) -> Attend:
     command = [sys.executable, "-m", "pagegen", "render", spec.slug, "--target", target.name]
     text = subprocess.run(command, cwd=checkout, env={**os.environ, "PYTHONPATH": checkout}, capture_output=True, text=True, check=True).stdout
     ours = render(variant(Op.ATTEND, spec, target, template_for(Op.ATTEND, spec, target).space(spec, target).default))
+    if "pagegen_attend_call" not in text:  # of before the library was called by way of it
+        own = ours.text
+        text += own[own.index("// A kernel as a function of Python's") : own.index("}  // namespace python")] + "}\n" + own[own.rindex("PG_EXPORT") :]
     return build(dataclasses.replace(ours, text=text))  # type: ignore[return-value]  # what ATTEND builds
 
 

@@ -19,10 +19,11 @@ from pathlib import Path
 import hypothesis
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 
 from pagegen.build.cpp import compiler, emulator
 from pagegen.errors import BuildError
-from pagegen.target import parse_target
+from pagegen.target import TARGETS, Target, is_present, parse_target
 
 NEON = parse_target("cpu:neon")
 ROOT = Path(__file__).parents[1]
@@ -60,6 +61,20 @@ CAPABILITIES = (
     Capability("neon", _runs_neon, "needs AArch64, or apt-get install g++-aarch64-linux-gnu qemu-user"),
     Capability("gpu", torch.cuda.is_available, "needs a GPU that torch sees"),
 )
+
+
+def needs(target: Target) -> pytest.MarkDecorator:
+    """Skips where this machine does not run `target`, and names it."""
+    return pytest.mark.skipif(not is_present(target), reason=f"this machine does not run {target.name}")
+
+
+def cpu_targets(long: Callable[[Target], bool] = lambda target: False) -> list[ParameterSet]:
+    """Every CPU target, to parametrise over: none is left out in silence. `long` says which to run in the long tests only."""
+    return [
+        pytest.param(target, id=target.name, marks=[needs(target), *([pytest.mark.long] if long(target) else [])])
+        for target in TARGETS
+        if target.kind == "cpu"
+    ]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -20,7 +20,8 @@ from pagegen.kernel import NO_ATTEND_EXTRAS, TORCH_DTYPES, Attend, AttendExtras,
 from pagegen.reference import ReferenceKernels
 from pagegen.render import environment, render
 from pagegen.spec import DType, KernelSpec, KVLayout, Op
-from pagegen.target import TARGETS, Target, best_cpu, is_present, parse_target
+from pagegen.target import TARGETS, Target, best_cpu, parse_target
+from tests.conftest import cpu_targets, needs
 
 CPUS = [target for target in TARGETS if target.kind == "cpu"]
 
@@ -60,44 +61,40 @@ def kernel(spec: KernelSpec, target: Target, **knobs: Any) -> Attend:
     return build(render(dataclasses.replace(chosen, config=config)))  # type: ignore[return-value]
 
 
-def suited(spec: KernelSpec, target: str) -> KernelSpec:
+def suited(spec: KernelSpec, target: Target) -> KernelSpec:
     """In the dtype that the target's matrix unit or its pairs know; elsewhere as it is."""
-    return dataclasses.replace(spec, dtype=DType.BF16) if parse_target(target).pairs else spec
+    return dataclasses.replace(spec, dtype=DType.BF16) if target.pairs else spec
 
 
-def native(name: str) -> Target:
-    target = parse_target(name)
-    if not is_present(target):
-        pytest.skip(f"this CPU does not run {name}")
-    return target
-
-
-def gate(spec: KernelSpec, target: str, every: int) -> str:
+def gate(spec: KernelSpec, target: Target, every: int) -> str:
     """What the quick gate says of `every`-th case; empty if nothing."""
     cases = [case for case in quick_suite(spec) if case.op is Op.ATTEND and not case.fault][::every]
-    failures = check_calls({Op.ATTEND: kernel(spec, native(target))}, cases)
+    failures = check_calls({Op.ATTEND: kernel(spec, target)}, cases)
     return f"{failures[0].case.label}: {failures[0].message}" if failures else ""
 
 
 @pytest.mark.parametrize(
     ("target", "name"),
     [
-        ("cpu:amx", "int8 with zero points"),
-        ("cpu:avx512_bf16", "fp8 by token"),
-        ("cpu:avx512_bf16", "int8 with zero points"),
-        ("cpu:avx512", "steps"),
-        ("cpu:avx2", "int4 with zero points"),
-        ("cpu:scalar", "fp8 by head"),
+        pytest.param(target, name, id=f"{target.name}-{name}", marks=needs(target))
+        for target, name in (
+            (parse_target("cpu:amx"), "int8 with zero points"),
+            (parse_target("cpu:avx512_bf16"), "fp8 by token"),
+            (parse_target("cpu:avx512_bf16"), "int8 with zero points"),
+            (parse_target("cpu:avx512"), "steps"),
+            (parse_target("cpu:avx2"), "int4 with zero points"),
+            (parse_target("cpu:scalar"), "fp8 by head"),
+        )
     ],
 )
-def test_options_pass_a_slice_of_the_gate(target: str, name: str) -> None:
+def test_options_pass_a_slice_of_the_gate(target: Target, name: str) -> None:
     assert not gate(suited(SPECS[name], target), target, every=6)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("target", [target.name for target in CPUS])
+@pytest.mark.parametrize("target", cpu_targets())
 @pytest.mark.parametrize("name", SPECS)
-def test_options_pass_the_gate(target: str, name: str) -> None:
+def test_options_pass_the_gate(target: Target, name: str) -> None:
     assert not gate(suited(SPECS[name], target), target, every=1)
 
 
@@ -171,12 +168,16 @@ DETERMINISTIC = [
     ("spec", "target", "chunks"),
     [
         (DETERMINISTIC[0], best_cpu(), (64, 299)),
-        *(pytest.param(spec, cpu, (1, 7, 64, 300), marks=pytest.mark.long) for spec in DETERMINISTIC for cpu in CPUS),
+        *(
+            pytest.param(spec, target, (1, 7, 64, 300), marks=[pytest.mark.long, needs(target)])
+            for spec in DETERMINISTIC
+            for target in CPUS
+        ),
     ],
     ids=lambda value: value.slug if isinstance(value, KernelSpec) else getattr(value, "name", None),
 )
 def test_a_rows_bits_depend_on_its_sequence_alone(spec: KernelSpec, target: Target, chunks: tuple[int, ...]) -> None:
-    attend = kernel(spec, native(target.name), split_kv=256)  # the prompt spans two parts
+    attend = kernel(spec, target, split_kv=256)  # the prompt spans two parts
     pool, prompt, length = Pool.random(spec, 5, 960, shared=480), 300, 304
     want = pool.attend(attend, (0, 0, length))
     mates = [(1, 5, 6), (2, 700, 960), (3, 957, 960), (4, 0, 257)]

@@ -14,13 +14,13 @@ import pytest
 from pagegen.build.triton import Interpreter
 from pagegen.catalog import variant
 from pagegen.check import check_cases
-from pagegen.check.cover import isas, prove_cpp, prove_triton, refusal
+from pagegen.check.cover import prove_cpp, prove_triton, refusal
 from pagegen.check.grid import AXES, PLAIN, Choice, all_pairs, pairs_of, probe, sample, spec_of, why_not
 from pagegen.errors import SpecError
 from pagegen.render import render
 from pagegen.spec import KernelSpec, Op
 from pagegen.target import Target
-from tests.conftest import ROOT
+from tests.conftest import ROOT, cpu_targets
 
 PAGE = ROOT / "docs" / "coverage.md"
 CHUNK = 10  # specs of one test
@@ -125,9 +125,7 @@ def test_a_backend_refuses_in_words() -> None:
 # --- what long runs found ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "target", [pytest.param(isa, marks=[] if isa.name == "cpu:avx2" else pytest.mark.long, id=isa.name) for isa in isas()]
-)
+@pytest.mark.parametrize("target", cpu_targets(long=lambda target: target.name != "cpu:avx2"))
 def test_a_row_has_its_bits_whichever_copy_of_a_function_computes_it(target: Target) -> None:
     """GCC fused one inlined copy of a function and not another, for AVX2: -ffp-contract=off leaves nothing to fuse."""
     spec = KernelSpec.from_dict(

@@ -12,14 +12,14 @@ from pagegen.check.mutants import MUTANTS
 from pagegen.records import Status
 from pagegen.render import Source, render
 from pagegen.spec import KernelSpec, Op
-from pagegen.target import TARGETS, is_present, parse_target
+from pagegen.target import TARGETS, parse_target
 from tests.check.conftest import SCALAR
+from tests.conftest import needs
 
 SPECS = {mutant.spec: mutant.kernel_spec() for mutant in MUTANTS} | {
     "latent": KernelSpec(5, 1, 40, head_dim_v=32, block_size=7, v_in_k=True, rope="interleaved", lse=True),  # type: ignore[arg-type]
     "packed": KernelSpec.from_dict({"q_heads": 7, "kv_heads": 7, "head_dim": 24, "block_size": 3, "layout": "HDN8_HDN", "dtype": "fp16"}),
 }
-ISAS = [target for target in TARGETS if target.kind == "cpu" and is_present(target)]
 
 
 @pytest.mark.parametrize("sanitizer", Sanitizer)
@@ -28,10 +28,11 @@ ISAS = [target for target in TARGETS if target.kind == "cpu" and is_present(targ
     [
         ("int8", Op.WRITE_KV, SCALAR),
         *(
-            pytest.param(name, op, target, marks=pytest.mark.long, id=f"{name}-{op.value}-{target.name}")
+            pytest.param(name, op, target, marks=[pytest.mark.long, needs(target)], id=f"{name}-{op.value}-{target.name}")
             for name in SPECS
             for op in Op
-            for target in ISAS
+            for target in TARGETS
+            if target.kind == "cpu"
         ),
     ],
 )

@@ -16,7 +16,8 @@ from pagegen.runtime.llm import LLM
 from pagegen.runtime.sampling_params import SamplingParams
 from pagegen.runtime.weights.resolve import resolve_model
 from pagegen.spec import DType
-from pagegen.target import detect, parse_target
+from pagegen.target import Target, best_cpu
+from tests.conftest import cpu_targets
 
 pytestmark = [pytest.mark.model, pytest.mark.compiler]
 
@@ -26,13 +27,13 @@ CASES: list[dict[str, Any]] = json.loads((Path(__file__).parents[1] / "golden" /
 
 
 # The best instruction set here, and in the long tests all others.
-ISAS = [pytest.param(isa, marks=[pytest.mark.long] if place else []) for place, isa in enumerate(detect().isa)]
+ISAS = cpu_targets(long=lambda target: target != best_cpu())
 
 
-def load(dtype: DType, isa: str) -> LLM:
+def load(dtype: DType, target: Target) -> LLM:
     """On default kernels built here, whatever packages this user has."""
     spec = resolve_model("smollm2-135m").config.kernel_spec(dtype)
-    return LLM("smollm2-135m", kernels=build_kernels(spec, parse_target(f"cpu:{isa}")), dtype=dtype, kv_cache_bytes=2**28)
+    return LLM("smollm2-135m", kernels=build_kernels(spec, target), dtype=dtype, kv_cache_bytes=2**28)
 
 
 @pytest.fixture(scope="module", params=ISAS)

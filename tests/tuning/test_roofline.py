@@ -11,15 +11,15 @@ from pagegen.kernel import allocate_bytes
 from pagegen.paths import TEMPLATES
 from pagegen.resources import cpu_resources
 from pagegen.spec import DType, KernelSpec, parse_slug
-from pagegen.target import TARGETS, Hardware, Target, detect
+from pagegen.target import Hardware, Target, detect
 from pagegen.tuning import roofline
 from pagegen.tuning.machine import NO_DISTURBANCE
 from pagegen.tuning.measure import Interval
 from pagegen.tuning.report import roofline_svg
 from pagegen.tuning.roofline import Limits, Roofline, level_sizes, measure_roofline, thread_counts
 from pagegen.tuning.workload import Point, cold_bytes
+from tests.conftest import cpu_targets
 
-HERE = [target for target in TARGETS if target.kind == "cpu" and target.arch in detect().isa]
 KNOWN = Roofline(
     levels={"L2": {1: 1000}, "L3": {1: 10_000}, "memory": {1: 10**6}},
     bandwidth={level: {1: Interval(rate, rate, rate)} for level, rate in (("L2", 100.0), ("L3", 20.0), ("memory", 10.0))},
@@ -30,7 +30,7 @@ KNOWN = Roofline(
 
 
 @pytest.mark.compiler
-@pytest.mark.parametrize("target", HERE, ids=lambda target: target.arch)
+@pytest.mark.parametrize("target", cpu_targets())
 def test_a_call_of_the_peaks_says_what_it_computed(target: Target) -> None:
     loops = Limits(target)
     lanes = 4 if target.arch == "scalar" else target.lanes  # SSE2 is a part of x86-64
@@ -40,7 +40,7 @@ def test_a_call_of_the_peaks_says_what_it_computed(target: Target) -> None:
 
 
 @pytest.mark.compiler
-@pytest.mark.parametrize("target", [each for each in HERE if each.arch != "scalar"], ids=lambda target: target.arch)
+@pytest.mark.parametrize("target", [case for case in cpu_targets() if case.id != "cpu:scalar"])
 def test_the_peak_of_fp32_is_one_of_fused_multiply_adds(target: Target) -> None:
     mix = cpu_resources(compile_library((TEMPLATES / "cpp" / "roofline.cpp").read_text(), target), target).instructions
     if not mix:
@@ -50,7 +50,7 @@ def test_the_peak_of_fp32_is_one_of_fused_multiply_adds(target: Target) -> None:
 
 
 @pytest.mark.compiler
-@pytest.mark.parametrize("target", HERE, ids=lambda target: target.arch)
+@pytest.mark.parametrize("target", cpu_targets())
 def test_the_read_of_pieces_reads_each_to_its_end(target: Target) -> None:
     memory = allocate_bytes(5 * 1600).view(5, 1600)  # no multiple of what is read at a time
     for at, bit in enumerate((1, 2, 4)):

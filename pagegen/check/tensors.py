@@ -185,7 +185,8 @@ class _Maker:
         for sequence, (first, context) in enumerate(zip(held, case.context_lens, strict=True)):
             slots += self.pool.slots(sequence, first, context)
             positions += range(first, context)
-        order = torch.randperm(len(slots), generator=self.generator)
+        mixed = len(slots) - len(slots) // 2  # in any order; the rest side by side, as a prompt's are
+        order = torch.cat([torch.randperm(mixed, generator=self.generator), torch.arange(mixed, len(slots))])
         raw = spec.rope is not None or spec.cache_dtype.quantised
         dtype = TORCH_DTYPES[spec.dtype if raw else spec.cache_dtype]
         k, v = (self.source_rows(len(slots), dim) for dim in (spec.head_dim, spec.dim_v))
@@ -203,14 +204,14 @@ class _Maker:
         """Rows to be written; where they get quantised one is all zeros and one lies on ties of the rounding."""
         rows = self.normal(tokens, self.spec.kv_heads, dim) * self.case.gain
         if tokens > 2 and self.spec.kv_scale is KVScale.TOKEN_HEAD:
-            rows[0] = 0.0
+            rows[-1] = 0.0
             limits = {DType.FP8_E4M3: 448, DType.FP8_E5M2: 57344, DType.INT8: 127, DType.INT4: 7}
             most = limits[self.spec.cache_dtype]
             if self.spec.kv_zero:
                 most = {127: 255, 7: 15}[most]
             offset = 16.0 if most > 255 else 0.0  # steps of 1 from 0.5 on; of 1, between steps of 2 and 4, from 16.5 on
-            rows[1] = offset + torch.arange(dim) % min(7, most) + (0.0 if offset else 0.5)
-            rows[1, :, 0] = most
+            rows[-2] = offset + torch.arange(dim) % min(7, most) + (0.0 if offset else 0.5)
+            rows[-2, :, 0] = most
         return rows
 
     def rotation(self, positions: torch.Tensor, dtype: torch.dtype) -> Tensors:

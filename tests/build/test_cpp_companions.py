@@ -7,6 +7,7 @@ number may be the neighbour where the two sit on different sides of a rounding b
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -28,15 +29,16 @@ from pagegen.kernel import (
 from pagegen.reference import ReferenceKernels, scale_tensors
 from pagegen.render import render
 from pagegen.spec import DType, KernelSpec, KVLayout, Op, parse_slug
-from pagegen.target import Target, best_cpu, parse_target
+from pagegen.target import Target, best_cpu
 from pagegen.transfer import allocate_staging, block_bytes
+from tests.conftest import cpu_targets
 
 pytestmark = pytest.mark.compiler
 
 BASE = parse_slug("bf16-d40v24-h6x3-b5-NHD")[0]
 MLA = KernelSpec(4, 1, 72, head_dim_v=64, block_size=3, v_in_k=True)
 BLOCKS, TOKENS, POSITIONS = 9, 23, 31
-TARGETS = [parse_target("cpu:scalar"), best_cpu()]
+TARGETS = cpu_targets(long=lambda target: target.arch != "scalar" and target != best_cpu())
 
 
 def specs(*changes: dict[str, Any]) -> Iterator[Any]:
@@ -71,6 +73,16 @@ ROTATED = [
         {"rope": "neox", "kv_dtype": "fp8_e4m3"},
     ),
     pytest.param(MLA.replace(rope="neox", rotary_dim=8), id="MLA"),
+]
+RUNS = [
+    *specs(
+        {"layout": "HDN_HDN", "block_size": 16},
+        {"layout": "HDN2", "block_size": 24},
+        {"layout": "HDN8_HDN", "dtype": "fp32", "block_size": 8},
+        {"layout": "HDN4_HDN", "kv_dtype": "int8", "kv_zero": True, "block_size": 4},
+        {"layout": "HDN", "kv_dtype": "fp8_e4m3", "block_size": 17},
+        {"layout": "HDN2_HDN", "dtype": "fp16", "rope": "neox", "block_size": 16},
+    ),
 ]
 MOVED = [
     *specs(
@@ -173,7 +185,7 @@ def written(
     return made, extras.q_out
 
 
-@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.arch)
+@pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("spec", QUANTISED)
 def test_quantised_bits_and_scales_are_the_references(spec: KernelSpec, target: Target) -> None:
     for strided in (False, True):
@@ -182,7 +194,7 @@ def test_quantised_bits_and_scales_are_the_references(spec: KernelSpec, target: 
         assert_same_bits(got, want)
 
 
-@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.arch)
+@pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("spec", ROTATED)
 def test_rotated_rows_are_the_references_up_to_one_rounding(spec: KernelSpec, target: Target) -> None:
     got, q = written(kernel(Op.WRITE_KV, spec, target), spec)
@@ -231,7 +243,24 @@ def test_a_position_outside_the_table_is_refused_before_anything_is_written() ->
         assert_same_bits(made, untouched)
 
 
-@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.arch)
+@pytest.mark.parametrize("target", cpu_targets(long=lambda target: target != best_cpu()))
+@pytest.mark.parametrize("spec", RUNS)
+def test_tokens_side_by_side_are_stored_as_each_alone(spec: KernelSpec, target: Target) -> None:
+    write_kv = kernel(Op.WRITE_KV, spec, target)
+    k, v, _, extras = new_tokens(spec)
+    whole_block, borders = [*range(16, 32), -1, *range(5, 9), 2, 1], [*range(5, 20), -1, *range(20, 23), 3, 2, 1, 0]
+    for slots, strided in itertools.product((torch.tensor(whole_block), torch.tensor(borders)), (False, True)):
+        together, alone = (cache(spec, strided=strided) for _ in range(2))
+        extras = dataclasses.replace(extras, scales=together.scales)
+        write_kv(k, v, together.k, together.v, slots, extras=extras)
+        for t in range(TOKENS):
+            cut = {name: getattr(extras, name)[t : t + 1] for name in ("q", "q_out", "positions")} if spec.rope else {}
+            one = dataclasses.replace(extras, scales=alone.scales, **cut)
+            write_kv(k[t : t + 1], v[t : t + 1], alone.k, alone.v, slots[t : t + 1], extras=one)
+        assert_same_bits(together, alone)
+
+
+@pytest.mark.parametrize("target", TARGETS)
 def test_a_tail_narrower_than_a_vector_is_not_read_past(target: Target) -> None:
     """GCC 12 loads whole where a masked load's other lanes are not used; the gate's guard pages tell."""
     spec = KernelSpec(14, 2, 128, DType.FP32, kv_dtype=DType.INT4, head_dim_v=8, block_size=3)

@@ -157,19 +157,34 @@ def test_every_8_bit_value_widens_exactly(words: Words, name: str, prefix: str) 
         assert same(some, torch.nn.functional.pad(values[40 : 40 + n].float(), (0, words.lanes - n)))
 
 
-@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2"])
-def test_narrowing_to_8_bits_rounds_like_torch_and_saturates(words: Words, name: str) -> None:
+@pytest.mark.parametrize("name", list(BYTES))
+@pytest.mark.parametrize("prefix", ["", "scalar_"])
+def test_narrowing_to_8_bits_rounds_like_torch_and_saturates(words: Words, name: str, prefix: str) -> None:
     values = torch.arange(-128, 128, dtype=torch.int8).view(BYTES[name]).float()
     values = values[values.isfinite()].sort().values
     ties = (values[1:] + values[:-1]) / 2
     beside = torch.cat([torch.nextafter(ties, torch.tensor(v)) for v in (torch.inf, -torch.inf)])
-    values = torch.cat(
-        [values, ties, beside, torch.tensor([1e-30, -1e-30, 3.4e38, torch.inf, -torch.inf, torch.nan, 463.9, 470.0])]
-    )
+    special = torch.tensor([1e-30, -1e-30, 1e-40, -0.0, 3.4e38, -3e9, torch.inf, -torch.inf, torch.nan, 463.9, 470.0])
+    values = torch.cat([values, ties, beside, special])
+    values = torch.nn.functional.pad(values, (0, -len(values) % 16))
     out = torch.empty(len(values), dtype=BYTES[name])
-    words.call(f"scalar_narrow_{name}", values, out, len(values))
-    most = torch.finfo(BYTES[name]).max
-    assert same(out.float(), values.clamp(-most, most).to(BYTES[name]).float())
+    words.call(f"{prefix}narrow_{name}", values, out, len(values))
+    if name == "int8_t":
+        assert torch.equal(out, values.nan_to_num(-torch.inf).round().clamp(-128, 127).to(torch.int8))
+    else:
+        most = torch.finfo(BYTES[name]).max
+        assert same(out.float(), values.clamp(-most, most).to(BYTES[name]).float())
+
+
+@pytest.mark.parametrize("name", list(DTYPES))
+def test_the_largest_magnitude_is_found_wherever_it_lies(words: Words, name: str) -> None:
+    for n in (1, words.lanes - 1, words.lanes, 2 * words.lanes + 3):
+        values = torch.linspace(-1, 0.5, n)
+        top = torch.empty(1)
+        for at, most in ((0, -3.0), (n - 1, 5.0), (n // 2, -torch.inf), (n - 1, torch.nan)):
+            values[at] = most
+            words.call(f"top_size_{name}", values.to(DTYPES[name]), top, n)
+            assert same(top, torch.tensor([most]).abs()), f"{most} at {at} of {n}"
 
 
 def test_nibbles_split_into_low_and_high(words: Words) -> None:
@@ -182,17 +197,28 @@ def test_nibbles_split_into_low_and_high(words: Words) -> None:
         assert high.tolist() == [*(source[:n] >> 4).tolist(), *[0] * (width - n)]
 
 
-@pytest.mark.parametrize("name", list(DTYPES))
+def test_nibbles_are_rounded_saturated_and_joined(words: Words) -> None:
+    width = words.lanes
+    low = torch.tensor([-1.0, 0.5, 1.5, 2.5, 14.5, 15.5, 3e9, torch.nan] * 2)[:width]
+    whole = torch.tensor([0, 0, 2, 2, 14, 15, 15, 0] * 2, dtype=torch.uint8)[:width]
+    for n in range(1, width + 1):
+        out = torch.full((width,), 0xAB, dtype=torch.uint8)
+        words.call("to_nibbles", low, low.flip(0), out, n)
+        assert out.tolist() == [*(whole | whole.flip(0) << 4)[:n].tolist(), *[0xAB] * (width - n)]
+
+
+@pytest.mark.parametrize("name", list(DTYPES | BYTES))
 def test_partial_loads_and_stores_keep_to_their_elements(words: Words, name: str) -> None:
     width = words.lanes
-    source = torch.arange(1, width + 1).to(DTYPES[name])
+    source = torch.arange(1, width + 1).to((DTYPES | BYTES)[name])
+    values = source.float().tolist()
     for n in range(1, width):
         out = torch.full((width,), 7.0)
         words.call(f"widen_some_{name}", source, out, n)
-        assert out.tolist() == [*range(1, n + 1), *[0] * (width - n)]
-        target = torch.full((width,), 7.0).to(DTYPES[name])
+        assert out.tolist() == [*values[:n], *[0] * (width - n)]
+        target = torch.full((width,), 7.0).to(source.dtype)
         words.call(f"narrow_some_{name}", source.float(), target, n)
-        assert target.tolist() == [*range(1, n + 1), *[7] * (width - n)]
+        assert target.float().tolist() == [*values[:n], *[7] * (width - n)]
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16"])

@@ -30,5 +30,11 @@ static inline uint8_t narrow_8_bit(float value, float most) {
   return uint8_t((value != value ? 0x7f : bits) | (to_bits(value) >> 24 & 0x80));
 }
 
+// The nearest whole number from low to high, of two the even one; for a NaN it is low.
+[[maybe_unused]] static inline int whole(float value, float low, float high) {
+  return int(std::nearbyint(value > low ? (value < high ? value : high) : low));
+}
+
+[[maybe_unused]] static inline void narrow(float value, int8_t* out) { *out = int8_t(whole(value, -128.0f, 127.0f)); }
 [[maybe_unused]] static inline void narrow(float value, fp8_e4m3* out) { out->bits = narrow_8_bit<3, 7>(value, 448.0f); }
 [[maybe_unused]] static inline void narrow(float value, fp8_e5m2* out) { out->bits = narrow_8_bit<2, 15>(value, 57344.0f); }

@@ -346,6 +346,12 @@ static inline uint8_t narrow_8_bit(float value, float most) {
   return uint8_t((value != value ? 0x7f : bits) | (to_bits(value) >> 24 & 0x80));
 }
 
+// The nearest whole number from low to high, of two the even one; for a NaN it is low.
+[[maybe_unused]] static inline int whole(float value, float low, float high) {
+  return int(std::nearbyint(value > low ? (value < high ? value : high) : low));
+}
+
+[[maybe_unused]] static inline void narrow(float value, int8_t* out) { *out = int8_t(whole(value, -128.0f, 127.0f)); }
 [[maybe_unused]] static inline void narrow(float value, fp8_e4m3* out) { out->bits = narrow_8_bit<3, 7>(value, 448.0f); }
 [[maybe_unused]] static inline void narrow(float value, fp8_e5m2* out) { out->bits = narrow_8_bit<2, 15>(value, 57344.0f); }
 // AVX2 with FMA and F16C: 8 floats.
@@ -459,6 +465,62 @@ SIMD_INLINE void load_nibbles(const uint8_t* p, int n, V& low, V& high) {
   const __m256i both = _mm256_cvtepu8_epi32(bytes(p, n));
   low = _mm256_cvtepi32_ps(_mm256_and_si256(both, _mm256_set1_epi32(15)));
   high = _mm256_cvtepi32_ps(_mm256_srli_epi32(both, 4));
+}
+
+SIMD_INLINE float top_size(const float* p, int n) {
+  __m256i most = _mm256_setzero_si256();
+  for (int i = 0; i < n; i += W) {
+    const __m256i word = _mm256_castps_si256(n - i < W ? load_n(p + i, n - i) : load(p + i));
+    most = _mm256_max_epu32(most, _mm256_and_si256(word, _mm256_set1_epi32(0x7fffffff)));
+  }
+  const __m128i four = _mm_max_epu32(_mm256_castsi256_si128(most), _mm256_extracti128_si256(most, 1));
+  const __m128i two = _mm_max_epu32(four, _mm_shuffle_epi32(four, 0x4e));
+  return from_bits(uint32_t(_mm_cvtsi128_si32(_mm_max_epu32(two, _mm_shuffle_epi32(two, 0xb1)))));
+}
+template <class T>
+SIMD_INLINE float top_size(const T* p, int n) {
+  __m128i most = _mm_setzero_si128();
+  for (int i = 0; i < n; i += W) {
+    const __m128i half = n - i < W ? load_halves(p + i, n - i) : _mm_loadu_si128((const __m128i*)(p + i));
+    most = _mm_max_epu16(most, _mm_and_si128(half, _mm_set1_epi16(0x7fff)));
+  }
+  return widen(T{uint16_t(~_mm_cvtsi128_si32(_mm_minpos_epu16(_mm_xor_si128(most, _mm_set1_epi16(-1)))))});
+}
+
+// To bytes in the lower half, saturating.
+SIMD_INLINE __m128i pack_halves(__m256i v) { return _mm_packs_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1)); }
+SIMD_INLINE __m128i pack_signed(__m256i v) { return _mm_packs_epi16(pack_halves(v), _mm_setzero_si128()); }
+SIMD_INLINE __m128i pack_unsigned(__m256i v) { return _mm_packus_epi16(pack_halves(v), _mm_setzero_si128()); }
+SIMD_INLINE void store_bytes(void* p, __m128i v, int n) {
+  alignas(8) uint8_t copy[8];
+  _mm_storel_epi64((__m128i*)(n < W ? copy : p), v);
+  if (n < W) std::memcpy(p, copy, size_t(n));
+}
+// Where one is a NaN, min and max give the second; converted, it is the least integer.
+SIMD_INLINE __m128i round_to(int8_t, V v) { return pack_signed(_mm256_cvtps_epi32(_mm256_min_ps(set1(127.0f), v))); }
+SIMD_INLINE __m256i round_to_nibble(V v) { return _mm256_cvtps_epi32(_mm256_min_ps(_mm256_max_ps(v, zero()), set1(15.0f))); }
+// To a number are added 2^23 of its last places: that rounds it, and the sum ends in the number of them that it has.
+template <int MANTISSA, int BIAS>
+SIMD_INLINE __m128i round_to_float(V v, float most) {
+  constexpr int DROPPED = 23 - MANTISSA, LEAST = 128 - BIAS;  // the exponent of the least normal number
+  const __m256i word = _mm256_castps_si256(v);
+  const V size = _mm256_min_ps(_mm256_castsi256_ps(_mm256_and_si256(word, _mm256_set1_epi32(0x7fffffff))), set1(most));
+  const __m256i exponent = _mm256_and_si256(_mm256_castps_si256(size), _mm256_set1_epi32(0x7f800000));
+  const __m256i above = _mm256_subs_epu16(exponent, _mm256_set1_epi32(LEAST << 23));
+  const V places = _mm256_castsi256_ps(_mm256_add_epi32(above, _mm256_set1_epi32((LEAST + DROPPED) << 23)));
+  const __m256i code = _mm256_add_epi32(_mm256_castps_si256(add(size, places)), _mm256_srli_epi32(above, DROPPED));
+  const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));  // all ones
+  const __m256i rest = _mm256_and_si256(_mm256_or_si256(code, nan), _mm256_set1_epi32(0x7f));
+  return pack_unsigned(_mm256_or_si256(rest, _mm256_slli_epi32(_mm256_srli_epi32(word, 31), 7)));
+}
+SIMD_INLINE __m128i round_to(fp8_e4m3, V v) { return round_to_float<3, 7>(v, 448.0f); }
+SIMD_INLINE __m128i round_to(fp8_e5m2, V v) { return round_to_float<2, 15>(v, 57344.0f); }
+template <class T>
+SIMD_INLINE void store_n(T* p, V v, int n) { store_bytes(p, round_to(T{}, v), n); }
+template <class T>
+SIMD_INLINE void store(T* p, V v) { store_n(p, v, W); }
+SIMD_INLINE void store_nibbles(uint8_t* p, V low, V high, int n) {
+  store_bytes(p, pack_unsigned(_mm256_or_si256(round_to_nibble(low), _mm256_slli_epi32(round_to_nibble(high), 4))), n);
 }
 
 // A blend costs less than a shuffle, and a horizontal add is two shuffles and more.

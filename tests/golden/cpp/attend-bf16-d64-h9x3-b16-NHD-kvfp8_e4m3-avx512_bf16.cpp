@@ -346,6 +346,12 @@ static inline uint8_t narrow_8_bit(float value, float most) {
   return uint8_t((value != value ? 0x7f : bits) | (to_bits(value) >> 24 & 0x80));
 }
 
+// The nearest whole number from low to high, of two the even one; for a NaN it is low.
+[[maybe_unused]] static inline int whole(float value, float low, float high) {
+  return int(std::nearbyint(value > low ? (value < high ? value : high) : low));
+}
+
+[[maybe_unused]] static inline void narrow(float value, int8_t* out) { *out = int8_t(whole(value, -128.0f, 127.0f)); }
 [[maybe_unused]] static inline void narrow(float value, fp8_e4m3* out) { out->bits = narrow_8_bit<3, 7>(value, 448.0f); }
 [[maybe_unused]] static inline void narrow(float value, fp8_e5m2* out) { out->bits = narrow_8_bit<2, 15>(value, 57344.0f); }
 // AVX-512 F, BW, DQ, VL: 16 floats.
@@ -441,6 +447,55 @@ SIMD_INLINE void load_nibbles(const uint8_t* p, int n, V& low, V& high) {
   const __m512i both = _mm512_cvtepu8_epi32(bytes(p, n));
   low = _mm512_cvtepi32_ps(_mm512_and_si512(both, _mm512_set1_epi32(15)));
   high = _mm512_cvtepi32_ps(_mm512_srli_epi32(both, 4));
+}
+
+SIMD_INLINE float top_size(const float* p, int n) {
+  __m512i most = _mm512_setzero_si512();
+  for (int i = 0; i < n; i += W) {
+    const __m512i word = _mm512_castps_si512(n - i < W ? load_n(p + i, n - i) : load(p + i));
+    most = _mm512_max_epu32(most, _mm512_and_si512(word, _mm512_set1_epi32(0x7fffffff)));
+  }
+  return from_bits(_mm512_reduce_max_epu32(most));
+}
+template <class T>
+SIMD_INLINE float top_size(const T* p, int n) {
+  __m256i most = _mm256_setzero_si256();
+  for (int i = 0; i < n; i += W) {
+    const __m256i half = n - i < W ? halves(p + i, n - i) : _mm256_loadu_si256((const __m256i*)(p + i));
+    most = _mm256_max_epu16(most, _mm256_and_si256(half, _mm256_set1_epi16(0x7fff)));
+  }
+  const __m128i eight = _mm_max_epu16(_mm256_castsi256_si128(most), _mm256_extracti128_si256(most, 1));
+  return widen(T{uint16_t(~_mm_cvtsi128_si32(_mm_minpos_epu16(_mm_xor_si128(eight, _mm_set1_epi16(-1)))))});
+}
+
+SIMD_INLINE void store_bytes(void* p, __m128i v, int n) {
+  if (n < W) _mm_mask_storeu_epi8(p, first(n), v);
+  else _mm_storeu_si128((__m128i*)p, v);
+}
+// Where one is a NaN, min and max give the second; converted, it is the least integer.
+SIMD_INLINE __m128i round_to(int8_t, V v) { return _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(_mm512_min_ps(set1(127.0f), v))); }
+SIMD_INLINE __m512i round_to_nibble(V v) { return _mm512_cvtps_epi32(_mm512_min_ps(_mm512_max_ps(v, zero()), set1(15.0f))); }
+// To a number are added 2^23 of its last places: that rounds it, and the sum ends in the number of them that it has.
+template <int MANTISSA, int BIAS>
+SIMD_INLINE __m128i round_to_float(V v, float most) {
+  constexpr int DROPPED = 23 - MANTISSA, LEAST = 128 - BIAS;  // the exponent of the least normal number
+  const __m512i word = _mm512_castps_si512(v);
+  const V size = _mm512_range_ps(v, set1(most), 0xa);  // the smaller magnitude
+  const __m512i exponent = _mm512_and_si512(_mm512_castps_si512(size), _mm512_set1_epi32(0x7f800000));
+  const __m512i above = _mm512_subs_epu16(exponent, _mm512_set1_epi32(LEAST << 23));
+  const V places = _mm512_castsi512_ps(_mm512_add_epi32(above, _mm512_set1_epi32((LEAST + DROPPED) << 23)));
+  const __m512i code = _mm512_add_epi32(_mm512_castps_si512(add(size, places)), _mm512_srli_epi32(above, DROPPED));
+  const __m512i both = _mm512_mask_mov_epi32(code, _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q), _mm512_set1_epi32(0x7f));
+  return _mm512_cvtepi32_epi8(_mm512_ternarylogic_epi32(_mm512_set1_epi32(0x7f), both, _mm512_srli_epi32(word, 24), 0xca));
+}
+SIMD_INLINE __m128i round_to(fp8_e4m3, V v) { return round_to_float<3, 7>(v, 448.0f); }
+SIMD_INLINE __m128i round_to(fp8_e5m2, V v) { return round_to_float<2, 15>(v, 57344.0f); }
+template <class T>
+SIMD_INLINE void store_n(T* p, V v, int n) { store_bytes(p, round_to(T{}, v), n); }
+template <class T>
+SIMD_INLINE void store(T* p, V v) { store_n(p, v, W); }
+SIMD_INLINE void store_nibbles(uint8_t* p, V low, V high, int n) {
+  store_bytes(p, _mm512_cvtepi32_epi8(_mm512_or_si512(round_to_nibble(low), _mm512_slli_epi32(round_to_nibble(high), 4))), n);
 }
 
 // Each 128-bit lane ends up with that lane's share of the four sums.

@@ -243,15 +243,21 @@ void* call(void* self, void* const* tensors, intptr_t count, int32_t (*kernel)(c
 
 namespace {
 using C = uint16_t;  // moved, never read as a number
+using T = C;
 constexpr int KV_HEADS = 3, D = 64, DV = 64, BLOCK = 16;
 
-// One token's row of one head into the cache: PACK elements side by side, `stride` from one pack to the next.
-template <int N, int PACK>
-inline void put(C* to, const C* from, int64_t stride) {
-  if (PACK == N) {
-    std::memcpy(to, from, N * sizeof(C));
-  } else {
-    for (int d = 0; d < N / PACK; ++d) std::memcpy(to + d * stride, from + d * PACK, PACK * sizeof(C));
+// --- tokens -----------------------------------------------------------------------------------------------------------
+
+// K and V of a token.
+inline void write(const pg_write_kv_args& a, int64_t t) {
+  const T* k = static_cast<const T*>(a.k);
+  C* k_cache = static_cast<C*>(a.k_cache);
+  const T* v = static_cast<const T*>(a.v);
+  C* v_cache = static_cast<C*>(a.v_cache);
+  const int64_t block = a.slot_mapping[t] / BLOCK, in_block = a.slot_mapping[t] % BLOCK;
+  for (int64_t h = 0; h < KV_HEADS; ++h) {
+    std::memcpy(k_cache + block * a.k_stride_block + in_block * a.k_stride_token + h * a.k_stride_head, k + t * a.src_k_stride_token + h * a.src_k_stride_head, D * sizeof(C));
+    std::memcpy(v_cache + block * a.v_stride_block + in_block * a.v_stride_token + h * a.v_stride_head, v + t * a.src_v_stride_token + h * a.src_v_stride_head, DV * sizeof(C));
   }
 }
 }  // namespace
@@ -264,25 +270,11 @@ PG_EXPORT int32_t pagegen_write_kv(const pg_write_kv_args* args) {
   for (int64_t t = 0; t < a.num_tokens; ++t) {
     if (a.slot_mapping[t] < -1 || a.slot_mapping[t] >= a.num_blocks * BLOCK) return PG_E_SLOT;
   }
-  const C* k = static_cast<const C*>(a.k);
-  C* k_cache = static_cast<C*>(a.k_cache);
-  const C* v = static_cast<const C*>(a.v);
-  C* v_cache = static_cast<C*>(a.v_cache);
   // Below a few tokens a thread, waking the others costs more than the copy.
   const int threads = int(std::clamp<int64_t>(a.num_tokens / 16, 1, std::max(1, a.num_threads)));
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
   for (int64_t t = 0; t < a.num_tokens; ++t) {
-    const int64_t slot = a.slot_mapping[t];
-    if (slot < 0) continue;
-    const int64_t block = slot / BLOCK, in_block = slot % BLOCK;
-    for (int64_t h = 0; h < KV_HEADS; ++h) {
-      put<D, D>(
-          k_cache + block * a.k_stride_block + in_block * a.k_stride_token + h * a.k_stride_head,
-          k + t * a.src_k_stride_token + h * a.src_k_stride_head, a.k_stride_dim);
-      put<DV, DV>(
-          v_cache + block * a.v_stride_block + in_block * a.v_stride_token + h * a.v_stride_head,
-          v + t * a.src_v_stride_token + h * a.src_v_stride_head, a.v_stride_dim);
-    }
+    if (a.slot_mapping[t] >= 0) write(a, t);
   }
   return PG_OK;
 }

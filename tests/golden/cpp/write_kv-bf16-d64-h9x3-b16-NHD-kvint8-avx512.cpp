@@ -335,6 +335,12 @@ static inline uint8_t narrow_8_bit(float value, float most) {
   return uint8_t((value != value ? 0x7f : bits) | (to_bits(value) >> 24 & 0x80));
 }
 
+// The nearest whole number from low to high, of two the even one; for a NaN it is low.
+[[maybe_unused]] static inline int whole(float value, float low, float high) {
+  return int(std::nearbyint(value > low ? (value < high ? value : high) : low));
+}
+
+[[maybe_unused]] static inline void narrow(float value, int8_t* out) { *out = int8_t(whole(value, -128.0f, 127.0f)); }
 [[maybe_unused]] static inline void narrow(float value, fp8_e4m3* out) { out->bits = narrow_8_bit<3, 7>(value, 448.0f); }
 [[maybe_unused]] static inline void narrow(float value, fp8_e5m2* out) { out->bits = narrow_8_bit<2, 15>(value, 57344.0f); }
 // AVX-512 F, BW, DQ, VL: 16 floats.
@@ -432,6 +438,55 @@ SIMD_INLINE void load_nibbles(const uint8_t* p, int n, V& low, V& high) {
   high = _mm512_cvtepi32_ps(_mm512_srli_epi32(both, 4));
 }
 
+SIMD_INLINE float top_size(const float* p, int n) {
+  __m512i most = _mm512_setzero_si512();
+  for (int i = 0; i < n; i += W) {
+    const __m512i word = _mm512_castps_si512(n - i < W ? load_n(p + i, n - i) : load(p + i));
+    most = _mm512_max_epu32(most, _mm512_and_si512(word, _mm512_set1_epi32(0x7fffffff)));
+  }
+  return from_bits(_mm512_reduce_max_epu32(most));
+}
+template <class T>
+SIMD_INLINE float top_size(const T* p, int n) {
+  __m256i most = _mm256_setzero_si256();
+  for (int i = 0; i < n; i += W) {
+    const __m256i half = n - i < W ? halves(p + i, n - i) : _mm256_loadu_si256((const __m256i*)(p + i));
+    most = _mm256_max_epu16(most, _mm256_and_si256(half, _mm256_set1_epi16(0x7fff)));
+  }
+  const __m128i eight = _mm_max_epu16(_mm256_castsi256_si128(most), _mm256_extracti128_si256(most, 1));
+  return widen(T{uint16_t(~_mm_cvtsi128_si32(_mm_minpos_epu16(_mm_xor_si128(eight, _mm_set1_epi16(-1)))))});
+}
+
+SIMD_INLINE void store_bytes(void* p, __m128i v, int n) {
+  if (n < W) _mm_mask_storeu_epi8(p, first(n), v);
+  else _mm_storeu_si128((__m128i*)p, v);
+}
+// Where one is a NaN, min and max give the second; converted, it is the least integer.
+SIMD_INLINE __m128i round_to(int8_t, V v) { return _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(_mm512_min_ps(set1(127.0f), v))); }
+SIMD_INLINE __m512i round_to_nibble(V v) { return _mm512_cvtps_epi32(_mm512_min_ps(_mm512_max_ps(v, zero()), set1(15.0f))); }
+// To a number are added 2^23 of its last places: that rounds it, and the sum ends in the number of them that it has.
+template <int MANTISSA, int BIAS>
+SIMD_INLINE __m128i round_to_float(V v, float most) {
+  constexpr int DROPPED = 23 - MANTISSA, LEAST = 128 - BIAS;  // the exponent of the least normal number
+  const __m512i word = _mm512_castps_si512(v);
+  const V size = _mm512_range_ps(v, set1(most), 0xa);  // the smaller magnitude
+  const __m512i exponent = _mm512_and_si512(_mm512_castps_si512(size), _mm512_set1_epi32(0x7f800000));
+  const __m512i above = _mm512_subs_epu16(exponent, _mm512_set1_epi32(LEAST << 23));
+  const V places = _mm512_castsi512_ps(_mm512_add_epi32(above, _mm512_set1_epi32((LEAST + DROPPED) << 23)));
+  const __m512i code = _mm512_add_epi32(_mm512_castps_si512(add(size, places)), _mm512_srli_epi32(above, DROPPED));
+  const __m512i both = _mm512_mask_mov_epi32(code, _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q), _mm512_set1_epi32(0x7f));
+  return _mm512_cvtepi32_epi8(_mm512_ternarylogic_epi32(_mm512_set1_epi32(0x7f), both, _mm512_srli_epi32(word, 24), 0xca));
+}
+SIMD_INLINE __m128i round_to(fp8_e4m3, V v) { return round_to_float<3, 7>(v, 448.0f); }
+SIMD_INLINE __m128i round_to(fp8_e5m2, V v) { return round_to_float<2, 15>(v, 57344.0f); }
+template <class T>
+SIMD_INLINE void store_n(T* p, V v, int n) { store_bytes(p, round_to(T{}, v), n); }
+template <class T>
+SIMD_INLINE void store(T* p, V v) { store_n(p, v, W); }
+SIMD_INLINE void store_nibbles(uint8_t* p, V low, V high, int n) {
+  store_bytes(p, _mm512_cvtepi32_epi8(_mm512_or_si512(round_to_nibble(low), _mm512_slli_epi32(round_to_nibble(high), 4))), n);
+}
+
 // Each 128-bit lane ends up with that lane's share of the four sums.
 SIMD_INLINE V sum4(V a, V b, V c, V d) {
   const V ab = add(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
@@ -486,51 +541,51 @@ using T = bf16;  // q, k, v
 using C = int8_t;  // cache
 constexpr int KV_HEADS = 3, D = 64, DV = 64, BLOCK = 16;
 
-// One token's row of one head into the cache: PACK elements side by side, `stride` from one pack to the next.
-template <int N, int PACK>
-inline void put(C* to, const C* from, int64_t stride) {
-  if (PACK == N) {
-    std::memcpy(to, from, N * sizeof(C));
-  } else {
-    for (int d = 0; d < N / PACK; ++d) std::memcpy(to + d * stride, from + d * PACK, PACK * sizeof(C));
-  }
-}
-
-// --- a row in fp32, padded with zeros to whole vectors ----------------------------------------------------------------
-
-constexpr int ROW = (std::max(D, DV) + W - 1) / W * W;
-
-template <int N>
-inline void load_row(float* row, const T* from) {
-  for (int d = 0; d < N; d += W) store(row + d, N - d >= W ? load(from + d) : load_n(from + d, N - d));
-}
-
-// --- quantisation, bit for bit as `quantise` in pagegen/reference.py has it -------------------------------------------
-
-struct Scale {
-  float scale, zero;
-};
+// --- quantisation, bit for bit as `quantise` in pagegen/reference.py has it, of a row of T or of fp32 ------------------
 
 // A scale that is 0, subnormal or NaN has no use as a divisor: what is divided by it becomes 0.
 inline float inverse(float scale) { return scale >= 0x1p-126f ? 1.0f / scale : 0.0f; }
 
+template <class From>
+inline V load_some(const From* from, int n) {
+  return n < W ? load_n(from, n) : load(from);
+}
+
 // The scale with which a row fills the type.
-template <int N>
-inline Scale scale_of(const float* row) {
-  uint32_t most = 0;  // magnitudes compared as integers: a NaN is the largest
-  for (int d = 0; d < N; ++d) most = std::max(most, to_bits(row[d]) & 0x7fffffff);
-  return {from_bits(most) / 127.0f, 0.0f};
+template <int N, class From>
+inline float scale_of(const From* row) {
+  return top_size(row, N) / 127.0f;
 }
 
 // N numbers to N stored ones.
-template <int N>
-inline void quantise(C* to, const float* row, Scale by) {
-  const float factor = inverse(by.scale);
-  const auto step = [&](int d) {
-    const float x = row[d] * factor;
-    return int(std::nearbyint(x > -128.0f ? (x < 127.0f ? x : 127.0f) : -128.0f));
-  };
-  for (int d = 0; d < N; ++d) to[d] = int8_t(step(d));
+template <int N, class From>
+inline void quantise(C* to, const From* row, float scale) {
+  const float factor = inverse(scale);
+  const auto step = [&](int d, int n) { return mul(load_some(row + d, n), set1(factor)); };
+  for (int d = 0; d < N; d += W) {
+    const int n = std::min(N - d, W);
+    store_n(to + d, step(d, n), n);
+  }
+}
+
+// --- tokens -----------------------------------------------------------------------------------------------------------
+
+// K and V of a token.
+inline void write(const pg_write_kv_args& a, int64_t t) {
+  const T* k = static_cast<const T*>(a.k);
+  C* k_cache = static_cast<C*>(a.k_cache);
+  const T* v = static_cast<const T*>(a.v);
+  C* v_cache = static_cast<C*>(a.v_cache);
+  const int64_t block = a.slot_mapping[t] / BLOCK, in_block = a.slot_mapping[t] % BLOCK;
+  // First all scales: each is long in the making, but they do not wait for each other.
+  for (int64_t h = 0; h < KV_HEADS; ++h) {
+    a.k_scale[block * a.k_scale_stride_block + in_block * a.k_scale_stride_token + h * a.k_scale_stride_head] = scale_of<D>(k + t * a.src_k_stride_token + h * a.src_k_stride_head);
+    a.v_scale[block * a.v_scale_stride_block + in_block * a.v_scale_stride_token + h * a.v_scale_stride_head] = scale_of<DV>(v + t * a.src_v_stride_token + h * a.src_v_stride_head);
+  }
+  for (int64_t h = 0; h < KV_HEADS; ++h) {
+    quantise<D>(k_cache + block * a.k_stride_block + in_block * a.k_stride_token + h * a.k_stride_head, k + t * a.src_k_stride_token + h * a.src_k_stride_head, a.k_scale[block * a.k_scale_stride_block + in_block * a.k_scale_stride_token + h * a.k_scale_stride_head]);
+    quantise<DV>(v_cache + block * a.v_stride_block + in_block * a.v_stride_token + h * a.v_stride_head, v + t * a.src_v_stride_token + h * a.src_v_stride_head, a.v_scale[block * a.v_scale_stride_block + in_block * a.v_scale_stride_token + h * a.v_scale_stride_head]);
+  }
 }
 }  // namespace
 
@@ -542,31 +597,11 @@ PG_EXPORT int32_t pagegen_write_kv(const pg_write_kv_args* args) {
   for (int64_t t = 0; t < a.num_tokens; ++t) {
     if (a.slot_mapping[t] < -1 || a.slot_mapping[t] >= a.num_blocks * BLOCK) return PG_E_SLOT;
   }
-  const T* k = static_cast<const T*>(a.k);
-  C* k_cache = static_cast<C*>(a.k_cache);
-  const T* v = static_cast<const T*>(a.v);
-  C* v_cache = static_cast<C*>(a.v_cache);
   // Below a few tokens a thread, waking the others costs more than the work.
   const int threads = int(std::clamp<int64_t>(a.num_tokens / 4, 1, std::max(1, a.num_threads)));
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
   for (int64_t t = 0; t < a.num_tokens; ++t) {
-    alignas(64) float row[ROW];
-    alignas(64) C stored[ROW];
-    const int64_t slot = a.slot_mapping[t];
-    if (slot < 0) continue;
-    const int64_t block = slot / BLOCK, in_block = slot % BLOCK;
-    for (int64_t h = 0; h < KV_HEADS; ++h) {
-      load_row<D>(row, k + t * a.src_k_stride_token + h * a.src_k_stride_head);
-      const Scale k_by = scale_of<D>(row);
-      a.k_scale[block * a.k_scale_stride_block + in_block * a.k_scale_stride_token + h * a.k_scale_stride_head] = k_by.scale;
-      quantise<D>(stored, row, k_by);
-      put<64, 64>(k_cache + block * a.k_stride_block + in_block * a.k_stride_token + h * a.k_stride_head, stored, a.k_stride_dim);
-      load_row<DV>(row, v + t * a.src_v_stride_token + h * a.src_v_stride_head);
-      const Scale v_by = scale_of<DV>(row);
-      a.v_scale[block * a.v_scale_stride_block + in_block * a.v_scale_stride_token + h * a.v_scale_stride_head] = v_by.scale;
-      quantise<DV>(stored, row, v_by);
-      put<64, 64>(v_cache + block * a.v_stride_block + in_block * a.v_stride_token + h * a.v_stride_head, stored, a.v_stride_dim);
-    }
+    if (a.slot_mapping[t] >= 0) write(a, t);
   }
   return PG_OK;
 }

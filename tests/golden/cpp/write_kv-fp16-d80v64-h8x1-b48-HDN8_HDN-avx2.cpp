@@ -1,5 +1,6 @@
 // write_kv cpu:avx2 fp16-d80v64-h8x1-b48-HDN8_HDN
 #include <algorithm>
+#include <array>
 #include <cstring>
 
 /* The C ABI between a generated kernel and whoever calls it (pagegen/kernel.py mirrors it with ctypes).
@@ -243,15 +244,60 @@ void* call(void* self, void* const* tensors, intptr_t count, int32_t (*kernel)(c
 
 namespace {
 using C = uint16_t;  // moved, never read as a number
+using T = C;
 constexpr int KV_HEADS = 1, D = 80, DV = 64, BLOCK = 48;
+constexpr int RUN = 16;  // tokens transposed at a time
 
-// One token's row of one head into the cache: PACK elements side by side, `stride` from one pack to the next.
-template <int N, int PACK>
-inline void put(C* to, const C* from, int64_t stride) {
-  if (PACK == N) {
-    std::memcpy(to, from, N * sizeof(C));
-  } else {
-    for (int d = 0; d < N / PACK; ++d) std::memcpy(to + d * stride, from + d * PACK, PACK * sizeof(C));
+// R rows of n items of SIZE bytes, joined by turns. Compilers make shuffles of it.
+template <int R, int SIZE>
+inline void join(char* __restrict to, const std::array<const char*, R>& rows, int n) {
+  for (int i = 0; i < n; ++i)
+    for (int r = 0; r < R; ++r) std::memcpy(to + (R * i + r) * SIZE, rows[r] + i * SIZE, SIZE);
+}
+
+// The rows of n tokens into the cache: N packs of PACK elements each, a pack's tokens side by side, `stride` from one pack to
+// the next. Few rows, and packs that are large, are copied one by one.
+template <int PACK, int N>
+inline void put_rows(C* to, int64_t stride, const C* from, int64_t from_stride, int n) {
+  constexpr int SIZE = PACK * sizeof(C), A = std::min(RUN, 4), B = RUN / A;
+  if constexpr (SIZE == 1 || SIZE == 2 || SIZE == 4 || SIZE == 8) {
+    if (4 * n > RUN) {  // every B-th of RUN rows is joined, then the B results
+      alignas(64) char rooms[2][RUN * N * SIZE];
+      for (int b = 0; b < B; ++b) {
+        std::array<const char*, A> rows;
+        for (int r = 0; r < A; ++r) rows[r] = (const char*)(from + std::min(b + r * B, n - 1) * from_stride);
+        join<A, SIZE>(rooms[0] + b * A * N * SIZE, rows, N);
+      }
+      std::array<const char*, B> parts;
+      for (int b = 0; b < B; ++b) parts[b] = rooms[0] + b * A * N * SIZE;
+      if (n == RUN && stride == RUN * PACK) return join<B, SIZE>((char*)to, parts, A * N);
+      join<B, SIZE>(rooms[1], parts, A * N);
+      for (int d = 0; d < N; ++d) std::memcpy(to + d * stride, rooms[1] + d * RUN * SIZE, n * SIZE);
+      return;
+    }
+  }
+  for (int d = 0; d < N; ++d)
+    for (int i = 0; i < n; ++i) std::memcpy(to + d * stride + i * PACK, from + i * from_stride + d * PACK, SIZE);
+}
+
+// --- tokens -----------------------------------------------------------------------------------------------------------
+
+// K and V of n tokens from t on, whose slots lie side by side in a block.
+inline void write(const pg_write_kv_args& a, int64_t t, int n) {
+  const T* k = static_cast<const T*>(a.k);
+  C* k_cache = static_cast<C*>(a.k_cache);
+  const T* v = static_cast<const T*>(a.v);
+  C* v_cache = static_cast<C*>(a.v_cache);
+  const int64_t block = a.slot_mapping[t] / BLOCK, in_block = a.slot_mapping[t] % BLOCK;
+  for (int64_t h = 0; h < KV_HEADS; ++h) {
+    put_rows<8, 10>(
+        k_cache + block * a.k_stride_block + in_block * a.k_stride_token + h * a.k_stride_head, a.k_stride_dim,
+        k + t * a.src_k_stride_token + h * a.src_k_stride_head, a.src_k_stride_token, n);
+  }
+  for (int64_t h = 0; h < KV_HEADS; ++h) {
+    put_rows<1, 64>(
+        v_cache + block * a.v_stride_block + in_block * a.v_stride_token + h * a.v_stride_head, a.v_stride_dim,
+        v + t * a.src_v_stride_token + h * a.src_v_stride_head, a.src_v_stride_token, n);
   }
 }
 }  // namespace
@@ -264,24 +310,17 @@ PG_EXPORT int32_t pagegen_write_kv(const pg_write_kv_args* args) {
   for (int64_t t = 0; t < a.num_tokens; ++t) {
     if (a.slot_mapping[t] < -1 || a.slot_mapping[t] >= a.num_blocks * BLOCK) return PG_E_SLOT;
   }
-  const C* k = static_cast<const C*>(a.k);
-  C* k_cache = static_cast<C*>(a.k_cache);
-  const C* v = static_cast<const C*>(a.v);
-  C* v_cache = static_cast<C*>(a.v_cache);
   // Below a few tokens a thread, waking the others costs more than the copy.
   const int threads = int(std::clamp<int64_t>(a.num_tokens / 16, 1, std::max(1, a.num_threads)));
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-  for (int64_t t = 0; t < a.num_tokens; ++t) {
-    const int64_t slot = a.slot_mapping[t];
-    if (slot < 0) continue;
-    const int64_t block = slot / BLOCK, in_block = slot % BLOCK;
-    for (int64_t h = 0; h < KV_HEADS; ++h) {
-      put<D, 8>(
-          k_cache + block * a.k_stride_block + in_block * a.k_stride_token + h * a.k_stride_head,
-          k + t * a.src_k_stride_token + h * a.src_k_stride_head, a.k_stride_dim);
-      put<DV, 1>(
-          v_cache + block * a.v_stride_block + in_block * a.v_stride_token + h * a.v_stride_head,
-          v + t * a.src_v_stride_token + h * a.src_v_stride_head, a.v_stride_dim);
+  for (int part = 0; part < threads; ++part) {
+    const int64_t last = a.num_tokens * (part + 1) / threads;
+    for (int64_t t = a.num_tokens * part / threads; t < last;) {
+      const int64_t slot = a.slot_mapping[t];
+      int n = 1;  // tokens from t on whose slots lie side by side in a block
+      while (slot >= 0 && n < RUN && t + n < last && slot % BLOCK + n < BLOCK && a.slot_mapping[t + n] == slot + n) ++n;
+      if (slot >= 0) write(a, t, n);
+      t += n;
     }
   }
   return PG_OK;

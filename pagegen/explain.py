@@ -77,7 +77,8 @@ def _tree(values: Mapping[str, Any]) -> Iterator[str]:
             yield f"{name}:"
             yield from (f"  {line}" for line in _tree(value))
         elif isinstance(value, Mapping):
-            yield f"{name}: {_pairs(value)}"
+            title = "carried over from an earlier run, with its trials" if name == "carried" else name
+            yield f"{title}: {_pairs(value)}"
         elif isinstance(value, Sequence) and value and all(isinstance(item, Mapping) for item in value):
             contest = name == "contest" and all(map(_is_of_contest, value))
             yield "contest, time of the others over the first:" if contest else f"{name}:"

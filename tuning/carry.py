@@ -42,11 +42,18 @@ class Kept:
         facts = {**mine, **{name: both(its.get(name, {}), mine[name]) for name in BY_PHASE}}
         facts["warm_start"] = [each for each in its.get("warm_start", []) if each["phase"] in self.phases] + mine["warm_start"]
         facts["carried"] = {phase.value: len(self.record.trials[phase]) for phase in self.phases}
+        facts["rooflines"] = {phase.value: _limits(its, phase) for phase in self.phases}
         timed = sum(len(plain["points"]) for plain in facts["workloads"].values())
         parts = {name: both(its["workload"].get(name, {}), mine["workload"].get(name, {})) for name in ("digests", "spans", "moved")}
         facts["workload"] = {**mine["workload"], "timed": timed, **parts}
         measured = ("trials", "finals", "contest", "unevaluated")
         return Record(facts, *(both(getattr(self.record, name), getattr(record, name)) for name in measured))
+
+
+def _limits(facts: Mapping[str, Any], phase: Phase) -> Mapping[str, Any] | None:
+    """The roofline of the run that tuned a phase; None where a record that carried it does not say."""
+    found = facts.get("rooflines", {}).get(phase, None if phase in facts.get("carried", {}) else facts.get("roofline"))
+    return dict(found) if found else None
 
 
 def keep(

@@ -147,7 +147,7 @@ def decide(record: Record) -> Decision:
         finals, contest, configs = record.finals.get(phase, {}), record.contest[phase], record.finalists[phase]
         assigned = settle(phase, propose(phase, workload.points, finals, uniform=uniform), contest, uniform=uniform)
         views = {point: view(contest[point], assigned[point]) for point in workload.points}
-        found = rows_of(record.spec, phase, views, record.roofline)
+        found = rows_of(record.spec, phase, views, record.rooflines[phase])
         span = record.facts["workload"].get("spans", {}).get(phase.value)  # older records have none
         buckets = points_of_rows(phase, encode(phase, assigned, span), assigned)
         for row, points in buckets.items():

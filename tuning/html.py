@@ -14,8 +14,9 @@ from pagegen.render import environment
 from pagegen.tuning.cotune import RECORD as COTUNED
 from pagegen.tuning.cotune import read_cotuned
 from pagegen.tuning.importance import importances
-from pagegen.tuning.record import Record, read_record
+from pagegen.tuning.record import Record, by_limits, read_record
 from pagegen.tuning.report import roofline_svg
+from pagegen.tuning.roofline import Roofline
 
 NAME = "report.html"
 WIDTH, HEIGHT, SLICE = 640, 240, 200  # of the history; the side of a slice
@@ -59,14 +60,17 @@ def _write_cotuned(folder: Path) -> Path:
 
 
 def _roofline(record: Record, document: Mapping[str, Any]) -> str:
-    """The plot with a dot a batch and contender; nothing where the limits were not measured."""
-    if record.roofline is None:
-        return ""
-    dots = [
-        (row["name"], row["gflops"] / row["gbs"], row["gflops"] * 1e9, f"{row['name']} {row['point']}")
-        for row in document["rows"]
-    ]
-    return roofline_svg(record.roofline, int(document["environment"]["threads"]), dots)
+    """A plot for each measuring of the limits, with a dot a batch and contender; nothing where they were not measured."""
+    plots = []
+    for limits, phases in by_limits(record.facts):
+        dots = [
+            (row["name"], row["gflops"] / row["gbs"], row["gflops"] * 1e9, f"{row['name']} {row['point']}")
+            for row in document["rows"]
+            if row["phase"] in phases
+        ]
+        whose = ", ".join(phases) if len(phases) < len(record.workloads) else ""
+        plots.append(roofline_svg(Roofline.from_dict(limits), int(document["environment"]["threads"]), dots, whose))
+    return "\n".join(plots)
 
 
 def _passed(trials: Trials) -> list[tuple[int, float, Evaluation]]:

@@ -172,6 +172,7 @@ def tune(
             "finalists": finalists,
             "roofline": roofline.to_dict() if roofline else None,
             "carried": {},
+            "rooflines": {},
         }
     with locked(lock_of(folder / "record")):  # who tunes another phase meanwhile reads this record, or this run reads theirs
         before, kept = kept, others()
@@ -273,6 +274,8 @@ def _write_package(
         kernels[op.value] = _packaged(op, spec, target, None)
         dispatch[op] = DispatchTable((), fallback=op.value)
     evidence = {key: document[key] for key in ("workload", "studies", "trials", "counts", "dispatch")}
+    if document["carried"]:
+        evidence["carried"] = document["carried"]
     evidence["winner"] = [{k: v for k, v in winner.items() if k not in ("bounds", "points")} for winner in document["winner"]]
     evidence["contest"] = [
         {

@@ -11,7 +11,7 @@ from pagegen.plotting import save
 from pagegen.records import Evaluation, Status
 from pagegen.tuning.cotune import RECORD as COTUNED
 from pagegen.tuning.cotune import read_cotuned
-from pagegen.tuning.record import Record, read_record
+from pagegen.tuning.record import Record, by_limits, read_record
 from pagegen.tuning.roofline import Roofline
 
 if TYPE_CHECKING:
@@ -38,9 +38,10 @@ def write_plots(folder: Path) -> list[Path]:
         _history(axes, phase.value, trials)
     save(figure, folder / HISTORY)
     written = [folder / HISTORY]
-    if record.roofline:
-        figure = Figure(figsize=(8, 5), dpi=120, layout="constrained")
-        _roofline(figure.subplots(), record, record.roofline, document)
+    if measured := by_limits(record.facts):
+        figure = Figure(figsize=(8, 5 * len(measured)), dpi=120, layout="constrained")
+        for axes, (limits, phases) in zip(figure.subplots(len(measured), squeeze=False)[:, 0], measured, strict=True):
+            _roofline(axes, record, Roofline.from_dict(limits), phases, document)
         save(figure, folder / ROOFLINE)
         written.insert(0, folder / ROOFLINE)
     return written
@@ -85,14 +86,14 @@ def _front(axes: Axes, document: dict[str, Any]) -> None:
     axes.legend(fontsize="small", frameon=False)
 
 
-def _roofline(axes: Axes, record: Record, limits: Roofline, document: dict[str, Any]) -> None:
-    """The machine's limits, and each contender on each batch: bytes and operations that the mathematics needs."""
+def _roofline(axes: Axes, record: Record, limits: Roofline, phases: Sequence[str], document: dict[str, Any]) -> None:
+    """The machine's limits, and each contender on each batch of `phases`: bytes and operations that the mathematics needs."""
     threads = int(document["environment"]["threads"])
     peaks = {"fp32 FMA": limits.fp32, "bf16 products": limits.bf16}
     tops = {name: found[threads].median for name, found in peaks.items() if found}
     bands = {level: found[threads].median for level, found in limits.bandwidth.items()}
     dots: dict[str, list[tuple[float, float]]] = {}
-    for row in document["rows"]:
+    for row in (row for row in document["rows"] if row["phase"] in phases):
         dots.setdefault(row["name"], []).append((row["gflops"] / row["gbs"], row["gflops"]))
     reached = [x for series in dots.values() for x, _ in series]
     low = min([0.5, *reached]) / 1.3
@@ -107,5 +108,6 @@ def _roofline(axes: Axes, record: Record, limits: Roofline, document: dict[str, 
     for place, (name, series) in enumerate(dots.items()):
         axes.plot(*zip(*series, strict=True), MARKERS[place % len(MARKERS)], color=f"C{place}", alpha=0.75, label=name.replace("_", " "))
     axes.set(xscale="log", yscale="log", xlabel="FLOP per byte of KV", ylabel="GFLOP/s")
-    axes.set_title(f"{record.spec.slug} on {record.facts['target']}, {threads} threads", fontsize="medium")
+    whose = f": {', '.join(phases)}" if len(phases) < len(record.workloads) else ""
+    axes.set_title(f"{record.spec.slug} on {record.facts['target']}, {threads} threads{whose}", fontsize="medium")
     axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)

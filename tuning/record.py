@@ -47,6 +47,7 @@ LATER: Mapping[str, type | tuple[type, ...]] = {  # facts that an older record m
     "stopped": dict,
     "warm_start": list,
     "carried": dict,
+    "rooflines": dict,
 }
 
 Rounds = Mapping[Phase, Mapping[Point, Measurement]]
@@ -81,9 +82,27 @@ class Record:
         }
 
     @functools.cached_property
-    def roofline(self) -> Roofline | None:
-        """The machine's limits, if they were measured."""
-        return Roofline.from_dict(self.facts["roofline"]) if self.facts.get("roofline") else None
+    def rooflines(self) -> dict[Phase, Roofline | None]:
+        """The machine's limits as each phase's own run measured them; None where they are not known."""
+        plain = {phase: _limits_of(self.facts, phase) for phase in self.workloads}
+        return {phase: Roofline.from_dict(its) if its else None for phase, its in plain.items()}
+
+
+def by_limits(facts: Mapping[str, Any]) -> list[tuple[dict[str, Any], list[str]]]:
+    """(a roofline as plain values, the phases that were tuned in the run which measured it), where that is known."""
+    found: list[tuple[dict[str, Any], list[str]]] = []
+    for phase in facts["workloads"]:
+        limits = _limits_of(facts, phase)
+        if phases := next((phases for known, phases in found if known == limits), None):
+            phases.append(phase)
+        elif limits:
+            found.append((dict(limits), [phase]))
+    return found
+
+
+def _limits_of(facts: Mapping[str, Any], phase: str) -> Mapping[str, Any] | None:
+    limits: Mapping[str, Any] | None = facts.get("rooflines", {}).get(phase, facts.get("roofline"))
+    return limits
 
 
 def to_keep(measurement: Measurement) -> Measurement:
@@ -167,7 +186,7 @@ class OtherRun(Exception):
 
 def _check(record: Record) -> None:
     """Raises KeyError or ValueError for a record that decisions cannot be made from."""
-    record.spec, record.roofline  # noqa: B018  # read now
+    record.spec, record.rooflines  # noqa: B018  # read now
     wrong = [name for name, kind in LATER.items() if name in record.facts and not isinstance(record.facts[name], kind)]
     if wrong:
         raise ValueError(f"{wrong[0]!r} is of another type")

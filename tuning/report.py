@@ -10,6 +10,7 @@ from typing import Any
 from pagegen.paths import write_atomic
 from pagegen.render import environment
 from pagegen.tuning.contest import Conditions, Row, table
+from pagegen.tuning.record import by_limits
 from pagegen.tuning.roofline import Roofline
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 860, 520, 70, 640, 50, 460  # of the roofline plot and its frame
@@ -21,14 +22,17 @@ def write_report(
     """Writes `folder`/report.md and returns it."""
     columns, lines = table(rows, intervals=True)
     text = environment().get_template("report/tune.md.jinja").render(
-        document=document, columns=columns, lines=lines, conditions=conditions
+        document=document, columns=columns, lines=lines, conditions=conditions, limits=by_limits(document)
     )
     write_atomic(folder / "report.md", text)
     return folder / "report.md"
 
 
-def roofline_svg(roofline: Roofline, threads: int, dots: Sequence[tuple[str, float, float, str]]) -> str:
-    """A roofline plot as SVG. A dot is (series, operations a byte, operations a second, what a pointer over it shows)."""
+def roofline_svg(roofline: Roofline, threads: int, dots: Sequence[tuple[str, float, float, str]], whose: str = "") -> str:
+    """A roofline plot as SVG. A dot is (series, operations a byte, operations a second, what a pointer over it shows).
+
+    `whose` names the phases, if they are not all.
+    """
     peaks = {"fp32 FMA": roofline.fp32, "bf16 products": roofline.bf16}
     tops = {name: found[threads].median for name, found in peaks.items() if found}
     bands = {level: found[threads].median for level, found in roofline.bandwidth.items()}
@@ -46,7 +50,7 @@ def roofline_svg(roofline: Roofline, threads: int, dots: Sequence[tuple[str, flo
     roofs += [(f"{name}: {top / 1e9:.0f} GFLOP/s", roof(max(bands.values()), top)) for name, top in tops.items()]
     series = list(dict.fromkeys(name for name, _, _, _ in dots))
     return environment().get_template("report/roofline.svg.jinja").render(
-        title=f"Roofline of this machine, {threads} threads, and what was reached",
+        title=f"Roofline of this machine, {threads} threads, and what was reached{f': {whose}' if whose else ''}",
         roofs=roofs,
         dots=[(across(x), up(y), series.index(name), label) for name, x, y, label in dots],
         series=series,

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,11 +16,15 @@ from pagegen.records import BatchShape
 from pagegen.spec import Phase
 from pagegen.tuning.carry import Kept
 from pagegen.tuning.decide import DEFAULT, Decision, decide, propose
+from pagegen.tuning.html import write_html
+from pagegen.tuning.machine import NO_DISTURBANCE, Setting
 from pagegen.tuning.measure import Interval, Measurement
-from pagegen.tuning.record import FORMAT, find_record, read_record
+from pagegen.tuning.record import FORMAT, Record, find_record, read_record
 from pagegen.tuning.replay import replay
+from pagegen.tuning.roofline import Roofline
 from pagegen.tuning.workload import Point
 from tests.cli.helpers import run
+from tests.documented import documented
 
 from .fake_record import TILES, make_record, write
 
@@ -145,6 +149,46 @@ def test_replay_finds_the_record_of_a_spec_and_shows_it(copy: Path) -> None:
     result = run(*words, "--json")
     assert result.status == 0 and result.document["replay"] == {"same": True, "differences": []}
     assert run("tune", str(copy), "--replay").status == 0
+
+
+def under(limits: float | None, phases: Sequence[Phase]) -> Record:
+    """The record of a run of some phases on a machine that computes and reads `limits` a second; None: not measured."""
+    rate = {2: Interval(limits, limits, limits)} if limits else {}
+    roofline = Roofline({"memory": {2: 1 << 40}}, {"memory": rate}, rate, {}, NO_DISTURBANCE) if limits else None
+    record = make_record({phase: TILES[phase] for phase in phases})
+    contest = {
+        phase: {point: dataclasses.replace(found, setting=Setting(False, 1, 2, True, None)) for point, found in measured.items()}
+        for phase, measured in record.contest.items()
+    }
+    facts = {**record.facts, "roofline": roofline.to_dict() if roofline else None, "warm_start": [], "stopped": {}, "carried": {}}
+    return dataclasses.replace(record, facts=facts, contest=contest)
+
+
+def shares(record: Record) -> dict[str, set[float | None]]:
+    rows = decide(record).rows
+    return {phase.value: {row.roofline for row in rows if row.phase is phase} for phase in record.workloads}
+
+
+def test_a_kept_phase_is_shown_under_the_limits_that_its_own_run_measured(tmp_path: Path) -> None:
+    before, alone = under(1e12, list(TILES)), under(1e9, [Phase.DECODE])
+    once = Kept(before, (Phase.PREFILL,)).joined(alone)
+    twice = Kept(once, (Phase.PREFILL,)).joined(under(1e10, [Phase.DECODE]))
+    for record in (once, twice):
+        assert shares(record)["prefill"] == shares(before)["prefill"] != {None}
+    assert shares(once)["decode"] == shares(alone)["decode"] != shares(before)["decode"]
+    write(tmp_path, once)
+    assert read_record(tmp_path)[0] == once and not replay(tmp_path).differences
+    page, report = write_html(tmp_path).read_text(), (tmp_path / "report.md").read_text()
+    for phase, rate in (("decode", "1.0"), ("prefill", "1000.0")):
+        assert f"what was reached: {phase}</text>" in page
+        assert f"| in the run that tuned {phase} |" in report and f"| memory, GB/s | {rate} |" in report
+
+
+@pytest.mark.parametrize("limits", [None, 1e9], ids=["never measured", "of a record that carried it and does not say"])
+def test_a_kept_phase_whose_limits_are_not_known_has_no_share(limits: float | None) -> None:
+    before = under(limits, list(TILES))
+    before = dataclasses.replace(before, facts={**before.facts, "carried": {"prefill": 5} if limits else {}})
+    assert shares(Kept(before, (Phase.PREFILL,)).joined(under(1e9, [Phase.DECODE])))["prefill"] == {None}
 
 
 def test_a_decision_that_differs_is_named_and_nothing_is_written(copy: Path) -> None:

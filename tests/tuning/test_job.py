@@ -224,6 +224,7 @@ def phases_of(package: Path) -> list[Phase]:
 @pytest.mark.usefixtures("quick")
 def test_a_phase_that_is_tuned_by_itself_keeps_the_others(tmp_path: Path) -> None:
     whole = tune(SLUG, trials=6, out=tmp_path)
+    assert "carried" not in run("package", "show", str(whole.package)).stdout
     said: list[str] = []
     one = tune(f"decode-{SLUG}", trials=3, out=tmp_path, say=said.append)
     folder = one.report.parent
@@ -231,14 +232,17 @@ def test_a_phase_that_is_tuned_by_itself_keeps_the_others(tmp_path: Path) -> Non
     assert one.document["carried"] == {"prefill": 2, "mixed": 2} and one.document["trials"] == {"resumed": 2, "new": 1, "lost": 0}
     assert sum(one.document["counts"].values()) == 7 and "prefill 2" in one.report.read_text()
     assert json.dumps(one.document["workload"]) == json.dumps(whole.document["workload"])
-    for name in ("winner", "rows"):  # roofline shares are of the limits as measured by the new run
-        was, now = ([{**row, "roofline": None} for row in each.document[name] if row["phase"] != "decode"] for each in (whole, one))
+    for name in ("winner", "rows"):  # shares of the roofline, too: they are of the limits that their own run measured
+        was, now = ([row for row in each.document[name] if row["phase"] != "decode"] for each in (whole, one))
         assert [{**row, "kernel": ""} for row in was] == [{**row, "kernel": ""} for row in now]
     assert phases_of(one.package) == phases_of(whole.package) == list(Phase)
+    carried = "carried over from an earlier run, with its trials: prefill 2, mixed 2"
+    assert carried in run("package", "show", str(one.package)).stdout
     recorded = (folder / "tune.json").read_bytes()
     assert not replay(folder).differences and (folder / "tune.json").read_bytes() == recorded
     again = tune(f"prefill-{SLUG}", trials=2, out=tmp_path)
     assert again.document["carried"] == {"decode": 3, "mixed": 2} and phases_of(again.package) == list(Phase)
+    assert again.document["rooflines"] == {"decode": one.document["roofline"], "mixed": whole.document["roofline"]}
 
 
 @pytest.mark.usefixtures("quick")

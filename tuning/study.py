@@ -38,6 +38,7 @@ MAX_REPEATS = 8  # proposals in a row that are known already, before one is chos
 MAX_LOSSES = 2  # evaluations of one config that died with their process, before it counts as failing: it is retried once
 LOOKS = 4096  # configs around the best one that are looked at for one that is not known, before there is said to be none
 CHOICE_SECONDS = 0.05  # between two looks at a trial that another process is choosing
+LOST, INTERRUPTED, GIVEN_UP = "lost", "interrupted", "never begun"  # how a trial `ended` that has no evaluation
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -144,7 +145,7 @@ class BucketStudy:
             elif "refused" in notes:
                 status, reason = "REFUSED", notes["refused"]
             else:
-                status, reason = "ENDED", notes.get("ended", "")
+                status, reason = "ENDED", _how_it_ended(trial)
             config = self._coding.decode(params).to_dict() if self._coding.fits(params) else None
             found.append({"trial": trial.number, "status": status, "reason": reason, "config": config})
         return found
@@ -234,10 +235,14 @@ class BucketStudy:
                 if config is None:
                     return None
                 self._enqueue_missing([config])
+            trial = self._study.ask(self._coding.distributions)
             try:
-                claimed = self._take(self._study.ask(self._coding.distributions))
+                claimed = self._take(trial)
             except UpdateFinishedTrialError:  # it took so long to choose that another process thought this one dead
                 continue
+            except (KeyboardInterrupt, SystemExit):
+                self._end(trial._trial_id, INTERRUPTED)
+                raise
             if claimed:
                 return claimed
         raise AssertionError  # it counts for ever
@@ -333,7 +338,7 @@ class BucketStudy:
     def release(self, claim: Claim) -> None:
         """Gives back a claim that was interrupted: the config is tried first when the study is opened again."""
         self._heartbeat.drop(claim.trial._trial_id)
-        if self._end(claim.trial._trial_id, "interrupted"):
+        if self._end(claim.trial._trial_id, INTERRUPTED):
             self._enqueue_missing([claim.config])
 
     def _tell(self, number: int, evaluation: Evaluation) -> None:
@@ -364,7 +369,7 @@ class BucketStudy:
             if stored:  # died between recording and telling: nothing is lost
                 with contextlib.suppress(UpdateFinishedTrialError):
                     self._tell(trial.number, Evaluation.from_dict(stored))
-            elif self._end(trial._trial_id, "lost" if LEASE in trial.user_attrs else "never begun"):
+            elif self._end(trial._trial_id, LOST if LEASE in trial.user_attrs else GIVEN_UP):
                 self.lost += LEASE in trial.user_attrs
         if lapsed:
             self._queue_again()
@@ -376,7 +381,7 @@ class BucketStudy:
         trials = self._read()
         book = self._book(trials)
         ended = [(config, trial.user_attrs["ended"]) for config, trial in self._known(trials) if "ended" in trial.user_attrs]
-        for config, times in Counter(config for config, why in ended if why == "lost").items():
+        for config, times in Counter(config for config, why in ended if why == LOST).items():
             if times >= MAX_LOSSES and self._kind(config) not in book.answers:
                 self._record_deadly(config, times)
         self._enqueue_missing([config for config, _ in ended])
@@ -450,6 +455,15 @@ class BucketStudy:
                 book.taken.add(self._kind(config))
         self.num_evaluated = len(book.evaluated)
         return book
+
+
+def _how_it_ended(trial: FrozenTrial) -> str:
+    """What became of a trial that was ended, and at what: a lease is taken once the config is chosen, a value told for each batch."""
+    how, timed = trial.user_attrs.get("ended", ""), len(trial.intermediate_values)
+    if LEASE not in trial.user_attrs:
+        how = "given up, as nobody gave a sign of life," if how == GIVEN_UP else how
+        return f"{how} while its config was chosen and compared with those tried"
+    return f"{how} after {timed} of its batches were timed" if timed else f"{how} while it was built, gated or timed on its first batch"
 
 
 def _trustworthy(evaluation: Evaluation) -> Evaluation:

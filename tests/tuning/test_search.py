@@ -280,6 +280,22 @@ def test_ctrl_c_gives_the_claim_back_and_the_config_is_tried_again(storage: Base
     assert caught.value.args[0].to_dict() in [dict(found.config) for _, found in study.evaluations]
 
 
+def test_ctrl_c_while_a_config_is_chosen_says_so_and_the_config_is_tried_again(storage: BaseStorage) -> None:
+    def interrupted(config: Config) -> Config:
+        raise KeyboardInterrupt
+
+    chosen = BucketStudy(storage, "s", SPACE, {}, total=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chosen, "_kind", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            chosen.claim()
+    (ended,) = chosen.unevaluated
+    chosen.close()
+    assert ended["reason"] == "interrupted while its config was chosen and compared with those tried" and not chosen.holders
+    study = run(storage, 1)
+    assert [found.config for _, found in study.evaluations] == [SPACE.default.to_dict()] and study.lost == 0
+
+
 def test_buckets_share_trials_and_take_turns(storage: BaseStorage) -> None:
     shares = share_trials(11, ["decode", "prefill", "mixed"])
     assert shares == {"decode": 4, "prefill": 4, "mixed": 3}
@@ -484,6 +500,9 @@ def test_a_process_that_dies_in_choosing_a_config_stops_nobody(storage: BaseStor
     search({"only": study}, {"only": score})
     study.close()
     assert len(study.evaluations) == 3 and study.lost == 0
+    assert {each["reason"] for each in study.unevaluated if each["status"] == "ENDED"} == {
+        "given up, as nobody gave a sign of life, while its config was chosen and compared with those tried"
+    }
     assert SPACE.default.to_dict() in [found.config for _, found in study.evaluations]
 
 
@@ -533,12 +552,16 @@ def test_every_trial_that_ended_has_an_evaluation_or_says_why_not(storage: BaseS
     assert interrupted
     study.release(interrupted)
     lost = study.claim()
-    assert lost and study._end(lost.trial._trial_id, "lost")
+    assert lost
+    for step in range(2):
+        study.judge(lost).hear(step, 1.0, 1.0)
+    assert study._end(lost.trial._trial_id, "lost")
     study.close()
     told = {each["trial"]: (each["status"], each["reason"], each["config"]) for each in study.unevaluated}
     assert ("REFUSED", "unroll 4 needs registers", broken.to_dict()) in told.values()
     assert ("DUPLICATE", f"of trial {claim.trial.number}", space.default.to_dict()) in told.values()
-    assert told[interrupted.trial.number] == ("ENDED", "interrupted", interrupted.config.to_dict())
-    assert told[lost.trial.number] == ("ENDED", "lost", lost.config.to_dict())
+    building = "while it was built, gated or timed on its first batch"
+    assert told[interrupted.trial.number] == ("ENDED", f"interrupted {building}", interrupted.config.to_dict())
+    assert told[lost.trial.number] == ("ENDED", "lost after 2 of its batches were timed", lost.config.to_dict())
     ended = {trial.number for trial in study._study.trials if trial.state.is_finished()}
     assert ended == told.keys() | {number for number, _ in study.evaluations}

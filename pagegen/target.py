@@ -131,16 +131,16 @@ def _differences(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str
 def is_same(field: str, mine: object, theirs: object) -> bool:
     """Whether a field of two fingerprints means the same: a device may have several names."""
     if field == "device" and isinstance(mine, str) and isinstance(theirs, str):
-        return _device_words(mine) == _device_words(theirs)
+        return device_name(mine) == device_name(theirs)
     return mine == theirs
 
 
-def _device_words(name: str) -> list[str]:
+def device_name(name: str) -> str:
     """What counts of a device's name: drivers, firmware and hypervisors write the same one with the maker's name and marks or
     without (NVIDIA's drivers have put theirs before it since release 470). Any other word or number makes it another device.
     """
     words = re.sub(r"\((?:r|tm)\)|[\u00ae\u2122]", " ", name.lower()).split()
-    return words[1:] if len(words) > 1 and words[0] in ("nvidia", "amd", "intel") else words
+    return " ".join(words[1:] if len(words) > 1 and words[0] in ("nvidia", "amd", "intel") else words)
 
 
 def parse_target(name: str) -> Target:

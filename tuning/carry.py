@@ -13,7 +13,7 @@ from typing import Any
 
 from pagegen.errors import ConfigError
 from pagegen.spec import Phase
-from pagegen.tuning.inherit import differences
+from pagegen.tuning.inherit import comparable, differences
 from pagegen.tuning.record import TUNE, Record, read_record
 from pagegen.tuning.sampling import digest
 from pagegen.tuning.workload import Workload
@@ -90,5 +90,5 @@ def _refusal(record: Record, phase: Phase, identity: Mapping[str, Any], workload
     now = {**identity, "workload": workload.digest}
     if record.facts["studies"][phase].endswith(f"/{digest(now)}"):
         return ""
-    was = {**record.facts["environment"], "workload": record.workloads[phase].digest}
+    was = {**comparable(record.facts["environment"]), "workload": record.workloads[phase].digest}
     return "; ".join(differences(was, {name: now[name] for name in was})) or "pagegen or its templates are others now"

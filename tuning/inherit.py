@@ -16,6 +16,7 @@ from pagegen.errors import ConfigError
 from pagegen.records import Status
 from pagegen.render import Source
 from pagegen.space import Config, ConfigSpace
+from pagegen.target import device_name
 
 if TYPE_CHECKING:
     from pagegen.tuning.study import BucketStudy, Told
@@ -71,6 +72,14 @@ def source_hash(source: Source) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def comparable(environment: Mapping[str, Any]) -> dict[str, Any]:
+    """An environment, or what has one's fields, as it counts in an identity: a device by one of its names."""
+    hardware = dict(environment.get("hardware", {}))
+    if "device" in hardware:
+        hardware["device"] = device_name(hardware["device"])
+    return {**environment, "hardware": hardware}
+
+
 def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Each field in which two identities differ, nested ones with dots: `toolchain.compiler: was g++ 12, is g++ 13`."""
     before, after = dict(_flat(was)), dict(_flat(now))
@@ -97,6 +106,7 @@ def inherit(study: BucketStudy, source_of: Callable[[Config], str]) -> list[Ance
         return []
     ancestors = []
     for name, identity, told in study.relatives():
+        identity = comparable(identity) if "hardware" in identity else identity
         differing = {field for field in study.identity | identity if identity.get(field) != study.identity.get(field)}
         found = dict(_holding(study.space, told, source_of)) if differing <= HARMLESS else {}
         ancestors.append(Ancestor(name, tuple(differences(identity, study.identity)), study.adopt(found, name)))

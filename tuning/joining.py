@@ -20,8 +20,10 @@ from pagegen.records import Status
 from pagegen.space import ConfigSpace
 from pagegen.spec import KernelSpec, Op, Phase
 from pagegen.target import is_present, parse_target
+from pagegen.tuning.asked import require_budget, require_counts, require_storage
 from pagegen.tuning.crew import crew
 from pagegen.tuning.evaluate import Evaluator
+from pagegen.tuning.inherit import comparable
 from pagegen.tuning.machine import working
 from pagegen.tuning.roofline import Roofline
 from pagegen.tuning.sampling import Coding
@@ -89,7 +91,7 @@ def identity(evaluator: Evaluator, phase: Phase) -> dict[str, Any]:
     """Everything that makes scores comparable: trials of another identity are another study's."""
     spec, target = evaluator.spec, evaluator.target
     return {
-        **evaluator.environment,
+        **comparable(evaluator.environment),
         "pagegen": __version__,
         "spec": spec.to_dict(),
         "target": target.name,

@@ -13,6 +13,7 @@ from optuna.storages import BaseStorage
 from pagegen import target
 from pagegen.build import cpp
 from pagegen.catalog import template_for, variant
+from pagegen.loader import fingerprint
 from pagegen.records import Evaluation, Status
 from pagegen.render import Source, render
 from pagegen.space import Config, ConfigSpace, Knob
@@ -20,15 +21,20 @@ from pagegen.spec import Op, Phase, parse_slug
 from pagegen.target import parse_target
 from pagegen.tuning import evaluate as evaluate_module
 from pagegen.tuning import job, joining
+from pagegen.tuning.carry import keep
 from pagegen.tuning.evaluate import Evaluator
-from pagegen.tuning.inherit import differences, explained, inherit, source_hash
+from pagegen.tuning.inherit import comparable, differences, explained, inherit, source_hash
 from pagegen.tuning.measure import Measurement
 from pagegen.tuning.pruning import MIN_BATCHES
+from pagegen.tuning.sampling import digest
 from pagegen.tuning.search import search
 from pagegen.tuning.shortlist import source_digest
 from pagegen.tuning.stopping import StopRule
 from pagegen.tuning.storage import open_storage
 from pagegen.tuning.study import BucketStudy
+from pagegen.tuning.workload import Point, Workload
+
+from .fake_record import make_record, write
 
 KEY = {"toolchain": {"compiler": "g++ 12"}, "hardware": {"quota": 2.0, "caches": {"L3": 32}}, "threads": 2, "templates": "a"}
 SPACE = ConfigSpace((Knob("tile", (16, 32), 16), Knob("unroll", (1, 2), 1)))
@@ -146,6 +152,39 @@ def test_under_another_toolchain_or_machine_nothing_holds_and_the_field_is_named
     study, seen, told = run(storage, SPACE, {**KEY, **change})
     assert len(seen) == 4 and not study.num_inherited
     assert told[0].endswith("its trials do not count here") and told[1:] == [f"  {said}"]
+
+
+NAMES = ("Intel(R) Xeon(R) 8488C", "INTEL Xeon 8488C")  # one device as two firmwares spell it
+
+
+def test_a_device_under_another_name_of_its_own_has_the_same_study(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, where = parse_slug("fp32-d8-h2x1-b4-NHD")[0], parse_target("cpu:scalar")
+    workloads = {Phase.DECODE: Workload(Phase.DECODE, (Point.parse("1x1@8"),))}
+    keys = {}
+    for device in (*NAMES, "AMD EPYC 9R14"):
+        made_on = dataclasses.replace(fingerprint(where), hardware={**fingerprint(where).hardware, "device": device})
+        monkeypatch.setattr(evaluate_module, "fingerprint", lambda target, made_on=made_on: made_on)
+        evaluator = Evaluator(spec, where, workloads)
+        assert evaluator.environment["hardware"]["device"] == device  # the record has what the machine says
+        keys[device] = joining.identity(evaluator, Phase.DECODE)
+    assert keys[NAMES[0]] == keys[NAMES[1]] != keys["AMD EPYC 9R14"]
+
+
+def test_trials_and_phases_of_a_device_hold_under_another_name_of_its_own(storage: BaseStorage, tmp_path: Path) -> None:
+    one, other = ({**KEY, "hardware": {"device": device}} for device in NAMES)
+    run(storage, SPACE, one)  # as pagegen named studies that knew one name only
+    study, seen, told = run(storage, SPACE, comparable(other))
+    assert not seen and study.num_inherited == 4 and len(told) == 1
+    record = make_record()
+    environment = {"hardware": {"device": NAMES[0]}, "toolchain": {}, "threads": 2}
+    batches = {phase: workload.digest for phase, workload in record.workloads.items()}
+    key = {**comparable(environment), "workload": batches[Phase.DECODE]}
+    studies = {phase.value: f"s/{phase}/{digest({**key, 'workload': batches[phase]})}" for phase in record.workloads}
+    write(tmp_path, dataclasses.replace(record, facts={**record.facts, "environment": environment, "studies": studies}))
+    here = {**key, **comparable({**environment, "hardware": {"device": NAMES[1]}})}
+    assert keep(tmp_path, here, [Phase.DECODE], record.workloads).phases == (Phase.PREFILL,)
+    (lost,) = keep(tmp_path, {**here, **comparable({"hardware": {"device": "another"}})}, [Phase.DECODE], record.workloads).lines
+    assert "lost from the record" in lost and "hardware.device: was xeon 8488c, is another" in lost
 
 
 def test_nested_fields_are_compared_one_by_one() -> None:

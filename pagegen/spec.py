@@ -434,7 +434,8 @@ _UNNAMED = (
 _DECIMAL = r"\d+(?:\.\d+)?"
 _SLUG = re.compile(
     r"(?:(?P<phase>decode|prefill|mixed)-)?(?P<dtype>[a-z0-9]+)-d(?P<head_dim>\d+)(?:v(?P<head_dim_v>\d+))?"
-    r"-h(?P<q_heads>\d+)x(?P<kv_heads>\d+)-b(?P<block_size>\d+)-(?P<layout>[A-Za-z0-9_]+)(?P<options>(?:-[a-z0-9_.]+)*)"
+    r"-h(?P<q_heads>\d+)x(?P<kv_heads>\d+)-b(?P<block_size>\d+)-(?P<layout>[A-Za-z0-9_]+)(?P<options>(?:-[a-z0-9_.]+)*)",
+    re.ASCII,
 )
 
 

@@ -294,6 +294,7 @@ def test_a_missing_field_is_named(field: str) -> None:
         ("bf16-d64-h9x3-b16-NHD-kvint3", "kv_dtype='int3'"),
         ("chat-bf16-d64-h9x3-b16-NHD", "looks like"),
         ("bf16-d64-h9x3-b16-NHD\n", "looks like"),
+        ("bf16-d６４-h9x3-b16-NHD", "looks like"),
     ],
 )
 def test_a_wrong_slug_is_refused_with_the_part_that_is_wrong(slug: str, named: str) -> None:

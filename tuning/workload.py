@@ -95,10 +95,18 @@ class Point:
         """
         pairs = 0
         for rows, context in zip(self.query_lens, self.context_lens, strict=True):
-            for own in range(context - rows, context):
-                ahead = 0 if spec.causal else context if spec.window_right is None else spec.window_right
-                pairs += min(context, own + ahead + 1) - _first_seen(spec, own)
+            ahead = 0 if spec.causal else context if spec.window_right is None else spec.window_right
+            pairs += _sum_up_to(context, context - rows + ahead + 1, context + ahead + 1)  # the key after the last seen
+            if spec.window is not None:
+                first, end = context - rows - spec.window + 1, context - spec.window + 1
+                pairs -= _sum_up_to(end, first, end) - _sum_up_to(0, first, end)  # the first seen: 0 at least
         return 2 * pairs * spec.q_heads * (spec.head_dim + spec.dim_v)
+
+
+def _sum_up_to(most: int, first: int, end: int) -> int:
+    """The sum of min(most, i) over i in range(first, end)."""
+    below = min(max(most, first), end)
+    return (first + below - 1) * (below - first) // 2 + most * (end - below)
 
 
 def _first_seen(spec: KernelSpec, own: int) -> int:

@@ -29,9 +29,9 @@ from pagegen.tuning.static_cpu import CLOCK, READ
 from pagegen.tuning.static_gpu import DEVICES
 from pagegen.tuning.workload import MAX_WEIGHT, WORKLOAD_FORMAT, Point, Workload, blocks_of
 
-PRESETS = Path(__file__).parent / "presets"
 MAX_POINTS = 12  # of a phase; what has more is sampled
 CALL_SECONDS = 1.0  # of one call, by nominal rates: in a trial a batch takes fourteen, in the contest seven a contender
+MOST_SECONDS = 60.0  # of one call of the smallest batch of a phase, by the same rates
 MEMORY_SHARE = 16  # a batch takes at most one in so many parts of the memory: torch SDPA copies int4 KV as numbers, twice
 ABSENT_GPU = 24 << 30  # bytes of memory, of a GPU that is not here
 RESERVED = frozenset({"default", "static", "package", ".", ".."})  # what lies beside a workload's results, or around them
@@ -116,7 +116,7 @@ def select(
     fits = limit(spec, target, max(MEMORY_SHARE, 2 * pools))
     kept = {phase: workload.within(spec, fits) for phase, workload in found.items()}
     bounded = {phase: sampled(workload, spec) for phase, workload in kept.items()}
-    _check_memory(word or "default", [point for workload in bounded.values() for point in workload.points], spec, target)
+    _check_bounds(word or "default", [point for workload in bounded.values() for point in workload.points], spec, target)
     return Selection(
         name_of(word),
         bounded,
@@ -142,19 +142,18 @@ def limit(spec: KernelSpec, target: Target, share: int) -> Callable[[Point], boo
     """Whether a batch can be timed. By what the machine has, not by what is free or was measured: the same command is to find
     the same batches, or its study would be another one.
     """
+    memory, seconds = total_bytes() if target.kind == "cpu" else _device_memory(target), nominal_seconds(spec, target)
+    return lambda point: (memory is None or _held(spec, point) * share <= memory) and seconds(point) <= CALL_SECONDS
+
+
+def nominal_seconds(spec: KernelSpec, target: Target) -> Callable[[Point], float]:
+    """How long a call of a batch takes by the nominal rates of what the target is made of."""
     if target.kind == "cpu":
         threads = detect().threads
-        memory, read, compute = total_bytes(), threads * CLOCK * READ, threads * CLOCK * 2 * target.lanes
+        read, compute = threads * CLOCK * READ, threads * CLOCK * 2 * target.lanes
     else:
-        memory, read, compute = _device_memory(target), DEVICES[target.arch].bandwidth, DEVICES[target.arch].fp32
-
-    def fits(point: Point) -> bool:
-        held = _held(spec, point)
-        if memory is not None and held * share > memory:
-            return False
-        return max((point.kv_bytes(spec) + point.io_bytes(spec)) / read, point.flops(spec) / compute) <= CALL_SECONDS
-
-    return fits
+        read, compute = DEVICES[target.arch].bandwidth, DEVICES[target.arch].fp32
+    return lambda point: max((point.kv_bytes(spec) + point.io_bytes(spec)) / read, point.flops(spec) / compute)
 
 
 def _device_memory(target: Target) -> int:
@@ -195,15 +194,20 @@ def select_phases(
     return selection.only(phase) if phase else selection
 
 
-def _check_memory(name: str, points: Iterable[Point], spec: KernelSpec, target: Target) -> None:
-    """Raises ConfigError for a batch that cannot be held: the smallest of a phase is timed whatever its size."""
-    free = free_bytes() if target.kind == "cpu" else _device_memory(target)
+def _check_bounds(name: str, points: Iterable[Point], spec: KernelSpec, target: Target) -> None:
+    """Raises ConfigError for a batch that cannot be held or takes for ever: the smallest of a phase is timed whatever its size."""
+    free, seconds = free_bytes() if target.kind == "cpu" else _device_memory(target), nominal_seconds(spec, target)
     for point in points:
         size = _held(spec, point)
         if free is not None and size > free:
             raise ConfigError(
                 f"workload {name}: point {point.name!r} takes {size / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free; "
                 "write a smaller batch"
+            )
+        if seconds(point) > MOST_SECONDS:
+            raise ConfigError(
+                f"workload {name}: one call of point {point.name!r} takes about {seconds(point):.0f} s on {target.name}, and is "
+                f"made many times; allowed: {MOST_SECONDS:.0f} s; write a smaller batch"
             )
 
 
@@ -288,9 +292,9 @@ def _entries(path: Path, root: yaml.MappingNode) -> list[tuple[int, str, str]]:
 
 def _parse(where: str, name: str, weight: str) -> Point:
     try:
-        point = Point.parse(name, float(weight))
+        point = Point.parse(name, float(weight.encode("ascii")))  # float reads the digits of every script
     except ValueError:
-        raise ConfigError(f"{where}: weight {weight!r} of {name} is not a number") from None
+        raise ConfigError(f"{where}: weight {weight!r} of {name} is not a number such as 3 or 0.5") from None
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
     if point.weight > MAX_WEIGHT:  # those of a record are sums of such

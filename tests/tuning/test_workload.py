@@ -45,6 +45,17 @@ def test_bytes_and_flops_count_what_the_mathematics_needs() -> None:
     assert point.flops(SPEC.replace(causal=False)) == 2 * 15 * 6 * 32
 
 
+@given(SEQUENCES, st.booleans(), *[st.none() | st.integers(1, 50)] * 2)
+def test_flops_count_the_keys_that_each_row_sees(sequence: tuple[int, int], causal: bool, left: int | None, right: int | None) -> None:
+    rows, context = sequence
+    spec = SPEC.replace(causal=causal, window=left, window_right=None if causal else right)
+    seen = 0
+    for own in range(context - rows, context):
+        last = own if causal else context - 1 if right is None else min(context - 1, own + right)
+        seen += last - (0 if left is None else max(0, own - left + 1)) + 1
+    assert Point((rows,), (context,)).flops(spec) == 2 * seen * SPEC.q_heads * (SPEC.head_dim + SPEC.dim_v)
+
+
 @given(st.lists(SEQUENCES, min_size=1, max_size=5), st.integers(0, 200_000))
 def test_copies_of_a_batch_share_no_block(sequences: list[tuple[int, int]], pool_bytes: int) -> None:
     point = Point(tuple(q for q, _ in sequences), tuple(c for _, c in sequences))

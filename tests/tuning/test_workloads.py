@@ -69,6 +69,8 @@ def test_batches_without_a_phase_belong_to_where_they_are_dispatched(tmp_path: P
         ("format: 1\npoints:\n  1x1@1: fast\n", "line 3: weight 'fast'"),
         ("format: 1\npoints:\n  1x1@1: [1]\n", "line 3: weight ''"),
         ("format: 1\npoints:\n  1x1@1: -1\n", "line 3: point"),
+        ("format: 1\npoints:\n  1x1@1: １２\n", "line 3: weight '１２' of 1x1@1 is not a number such as 3"),
+        ("format: 1\npoints:\n  1x1@１２: 1\n", "line 3: point '1x1@１２' is not SEQSxQUERY@CONTEXT"),
         ("format: 1\npoints:\n  1x9@3: 1\n", "line 3: point"),
         ("format: 1\npoints:\n  99999999x1@5: 1\n", "line 3: point"),
         ("format: 1\npoints:\n  1x1@1: 1\n  1x1@1: 2\n", "line 4: batch 1x1@1 stands on line 3"),
@@ -105,6 +107,16 @@ def test_a_batch_larger_than_memory_is_refused_before_anything_is_built(point: s
     path = write(tmp_path / "w.yaml", f"format: 1\npoints: {{{point}: 1}}\n")
     with pytest.raises(ConfigError, match=rf"w\.yaml: point '{point}' takes .* GiB are free; write a smaller batch"):
         select(str(path), parse_slug(slug)[0], SCALAR)
+
+
+def test_a_batch_that_takes_for_ever_is_refused_before_anything_is_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(workloads, "free_bytes", lambda: 1 << 60)
+    path = write(tmp_path / "w.yaml", "format: 1\npoints: {1x99999999@99999999: 1}\n")
+    with pytest.raises(ConfigError, match=r"w\.yaml: one call of point '1x99999999@99999999' takes about \d+ s on cpu:scalar, .*: 60 s") as caught:
+        select(str(path), SPEC, SCALAR)
+    assert "\n" not in str(caught.value)
+    beside = write(tmp_path / "v.yaml", "format: 1\npoints: {1x99999999@99999999: 1, 1x9@9: 1}\n")
+    assert select(str(beside), SPEC, SCALAR).moved == {Phase.PREFILL: 0.5}  # the other one stands for it
 
 
 # --- what is too large to be timed -----------------------------------------------------------------------------------

@@ -44,6 +44,7 @@ from pagegen.space import Config, ConfigSpace, Constraint, Knob
 from pagegen.spec import KernelSpec, Op, parse_slug
 from pagegen.target import Target, best_cpu, parse_target
 from pagegen.tuning import static_model
+from pagegen.tuning.asked import BRUTE
 from pagegen.tuning.contest import overall
 from pagegen.tuning.decide import DEFAULT, choose_finalists
 from pagegen.tuning.evaluate import Evaluator
@@ -51,7 +52,6 @@ from pagegen.tuning.joining import identity
 from pagegen.tuning.machine import working
 from pagegen.tuning.measure import Measurement
 from pagegen.tuning.pruning import Judge
-from pagegen.tuning.sampling import BRUTE
 from pagegen.tuning.search import Progress, search
 from pagegen.tuning.stopping import StopRule
 from pagegen.tuning.storage import open_storage

@@ -185,7 +185,7 @@ def require_present(target: Target) -> None:
         here = [f"cpu:{arch}" for arch in detect().isa] + [gpu.name for gpu in [detect_gpu()] if gpu]
         raise ConfigError(
             f"target {target.name} is not present here (present: {', '.join(here) or 'none'}); "
-            "`pagegen render` and `pagegen compile` work without the device"
+            "`pagegen render`, `pagegen compile` and `pagegen tune --static` work without the device"
         )
 
 

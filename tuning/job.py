@@ -19,6 +19,7 @@ from pagegen.render import render
 from pagegen.space import Config, Value
 from pagegen.spec import KernelSpec, Op, Phase, parse_slug
 from pagegen.target import Target, parse_target, require_present
+from pagegen.tuning.asked import TRIALS, require_search
 from pagegen.tuning.carry import keep
 from pagegen.tuning.contest import Conditions, Row
 from pagegen.tuning.crew import crew
@@ -30,7 +31,6 @@ from pagegen.tuning.measure import Measurement
 from pagegen.tuning.record import FORMAT, TUNE, Record, Rounds, to_keep, write_record, write_trials, write_unevaluated
 from pagegen.tuning.report import write_report
 from pagegen.tuning.roofline import measure_roofline
-from pagegen.tuning.sampling import require_sampler
 from pagegen.tuning.search import Progress, search, share_trials
 from pagegen.tuning.shortlist import Shortlist
 from pagegen.tuning.stopping import PATIENCE, StopRule
@@ -40,7 +40,6 @@ from pagegen.tuning.warm_start import Suggestion, suggestions
 from pagegen.tuning.workload import Point
 from pagegen.tuning.workloads import Selection, select, select_phases
 
-TRIALS = 40
 FINAL_SECONDS = 0.3  # a batch, all finalists together
 CONTEST_SECONDS = 0.5  # a batch, winner, default and baselines together
 ROOFLINE_SECONDS = 1.0
@@ -100,16 +99,12 @@ def tune(
     if isinstance(spec, str):
         spec, named = parse_slug(spec)
         phase = phase or named
-    if budget is not None and not budget > 0:
-        raise ConfigError(f"--budget {budget} is not a positive number of seconds")
-    if workers < 1:
-        raise ConfigError(f"--workers {workers} is less than 1, which is this process alone")
-    require_sampler(sampler)
+    word = None if workload is None else str(workload)
+    require_search(target=target, workload=word, budget=budget, sampler=sampler, workers=workers)
     rule = StopRule(roofline_share, patience)
     where = parse_target(target)
     if roofline_share is not None and where.kind != "cpu":
         raise ConfigError(f"--roofline-share {roofline_share}: the limits of {where.name} are not measured, only a CPU's; leave it out")
-    word = None if workload is None else str(workload)
     selection = select_phases(word, spec, phase, where, max_context=max_context)
     require_present(where)
     listed = None if shortlist is None else Shortlist.read(Path(shortlist))

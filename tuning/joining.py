@@ -155,9 +155,9 @@ def join(
     Who opened the study decides and packages. Raises ConfigError if there is no such study, or if this machine, its
     compiler or this pagegen differ from those of its trials.
     """
-    file = storage if "://" not in storage else storage.partition("sqlite:///")[2].partition("?")[0]
-    if file and not Path(file).is_file():
-        raise ConfigError(f"there is no file {file} with a study to join; change --storage")
+    require_storage(storage)
+    require_budget(budget)
+    require_counts({"--workers": workers})
     backend = open_storage(storage, Path.cwd())
     with in_reach(storage):
         with working(say=say):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import warnings
 from collections.abc import Mapping
@@ -13,19 +12,7 @@ import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
 from optuna.samplers import BaseSampler, GPSampler, RandomSampler, TPESampler
 
-from pagegen.errors import ConfigError
 from pagegen.space import Config, ConfigSpace, Knob, Value
-
-BRUTE = "brute"  # every config in the order of the space: needs no sampler of Optuna's
-SAMPLERS = ("tpe", "gp", "random", BRUTE)
-
-
-def require_sampler(name: str) -> None:
-    """Raises ConfigError for a sampler that is not known, or lacks what it computes with."""
-    if name not in SAMPLERS:
-        raise ConfigError(f"--sampler {name} is not known; allowed: {', '.join(SAMPLERS)}")
-    if name == "gp" and importlib.util.find_spec("scipy") is None:
-        raise ConfigError("--sampler gp needs scipy, which is not installed: pip install scipy, or use --sampler tpe")
 
 
 def make_sampler(name: str, seed: str, startup: int) -> BaseSampler:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pagegen.catalog import template_for
-from pagegen.errors import BuildError, ConfigError
+from pagegen.errors import BuildError
 from pagegen.loader import toolchain
 from pagegen.paths import write_atomic
 from pagegen.records import Evaluation, Status
@@ -20,6 +20,7 @@ from pagegen.render import environment
 from pagegen.space import Config, ConfigSpace
 from pagegen.spec import KernelSpec, Op, Phase
 from pagegen.target import Target, detect
+from pagegen.tuning.asked import require_budget, require_counts
 from pagegen.tuning.record import write_trials
 from pagegen.tuning.shortlist import LABEL, Shortlist
 from pagegen.tuning.static_compile import Job, compile_candidate
@@ -63,9 +64,8 @@ def tune_static(
     none begins after `budget` seconds, and what is not compiled is not judged. `watch` is told how many are done, of how
     many. Raises ConfigError for numbers out of range, BuildError if the default does not compile.
     """
-    for name, value in (("--trials", trials), ("--workers", workers), ("--top", top)):
-        if value is not None and value < 1:
-            raise ConfigError(f"{name} {value} is less than 1; allowed: 1 or more")
+    require_budget(budget)
+    require_counts({"--trials": trials, "--workers": workers, "--top": top})
     begin = time.monotonic()
     space = template_for(Op.ATTEND, spec, target).space(spec, target)
     configs = _drawn(space, trials or MOST, seed)

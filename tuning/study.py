@@ -30,9 +30,10 @@ from optuna.trial import FrozenTrial, TrialState
 
 from pagegen.records import Evaluation, Status, ranked
 from pagegen.space import Config, ConfigSpace, Value
+from pagegen.tuning.asked import BRUTE
 from pagegen.tuning.lease import BEAT_SECONDS, LEASE, Heartbeat, holder
 from pagegen.tuning.pruning import Judge
-from pagegen.tuning.sampling import BRUTE, Coding, digest, make_sampler
+from pagegen.tuning.sampling import Coding, digest, make_sampler
 
 MAX_REPEATS = 8  # proposals in a row that are known already, before one is chosen that is not
 MAX_LOSSES = 2  # evaluations of one config that died with their process, before it counts as failing: it is retried once

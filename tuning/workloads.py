@@ -24,6 +24,7 @@ from pagegen.records import phase_of
 from pagegen.spec import KernelSpec, Phase
 from pagegen.target import Target, detect, is_present
 from pagegen.transfer import block_bytes
+from pagegen.tuning.asked import PRESETS, preset_names, require_workload
 from pagegen.tuning.dispatch import Span, span_of
 from pagegen.tuning.static_cpu import CLOCK, READ
 from pagegen.tuning.static_gpu import DEVICES
@@ -87,11 +88,6 @@ def _with_own_name(word: str, presets: Collection[str]) -> Path:
     return Path(word)
 
 
-def preset_names() -> list[str]:
-    """What `--workload` takes beside a file."""
-    return sorted(path.stem for path in PRESETS.glob("*.yaml"))
-
-
 def select(
     word: str | None, spec: KernelSpec, target: Target, *, max_context: int | None = None, pools: int = 1
 ) -> Selection:
@@ -101,14 +97,13 @@ def select(
     Contexts beyond `max_context`, the tokens that a model takes, are cut to it. For batches that take too long, or too much memory where there are so many `pools` at once, the nearest of their phase
     stand; of a phase with more than MAX_POINTS, so many stand for the others. Raises ConfigError.
     """
-    known, found = preset_names(), dict[Phase, Workload]()
+    require_workload(word, PRESETS)
+    known, found = preset_names(PRESETS), dict[Phase, Workload]()
     if word is None or word in known:
         for path in [PRESETS / f"{name}.yaml" for name in ([word] if word else Phase)]:
             found |= read_workloads(path)
-    elif Path(word).is_file():
-        found = read_workloads(_with_own_name(word, known))
     else:
-        raise ConfigError(f"workload {word!r} is no file, nor known; allowed: {', '.join(known)}, or a file")
+        found = read_workloads(_with_own_name(word, known))
     num_points = sum(len(workload.points) for workload in found.values())
     longer = sum(max(point.context_lens) > (max_context or math.inf) for each in found.values() for point in each.points)
     if longer:

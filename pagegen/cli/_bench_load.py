@@ -15,6 +15,7 @@ from pagegen.runtime.load.metrics import FORMULAS, Timing, parse_goodput, parse_
 if TYPE_CHECKING:
     from pagegen.runtime.simulation.traces import TraceRow
 
+ANY_LEN = 1 << 30  # tokens, of a request before its model is known
 MAX_ERRORS = 20  # different ones that are told
 
 TraceOption = Annotated[
@@ -70,16 +71,30 @@ class Asked:
             raise ConfigError(f"--max-concurrency {self.max_concurrency} lets none through; it must be 1 or more")
         if self.prefix < 0:
             raise ConfigError(f"--prefix {self.prefix} is negative; 0 is none")
+        self._require_trace()
         self.arrivals()
         parse_goodput(self.goodput)
         parse_percentiles(self.metric_percentiles)
+
+    def _require_trace(self) -> None:
+        """Raises ConfigError for a trace that is none, whatever the model takes: it is told before one is loaded."""
+        from pagegen.runtime.simulation.traces import lengths_of
+
+        if self._is_file:
+            self.rows(ANY_LEN)
+        else:
+            lengths_of(self.trace)
+
+    @property
+    def _is_file(self) -> bool:
+        return Path(self.trace).is_file() or self.trace.endswith(".jsonl")
 
     def rows(self, max_len: int) -> list[TraceRow]:
         """The lengths, of at most `max_len` tokens together. Raises ConfigError."""
         from pagegen.runtime.simulation.traces import read_trace, synthesize
 
         file = Path(self.trace)
-        if not (file.is_file() or self.trace.endswith(".jsonl")):
+        if not self._is_file:
             return synthesize(
                 self.trace, rate=1.0, num_requests=self.num_prompts, seed=self.seed, max_model_len=max_len, prefix=self.prefix
             )

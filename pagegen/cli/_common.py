@@ -145,9 +145,11 @@ def _model_spec(model: str) -> KernelSpec:
 
 def max_context(model: str | None) -> int | None:
     """Tokens that a model takes; None without one. Raises ModelError."""
+    if model is None:
+        return None
     from pagegen.runtime.weights.resolve import resolve_model
 
-    return None if model is None else resolve_model(model).config.max_position_embeddings
+    return resolve_model(model).config.max_position_embeddings
 
 
 def is_folder(word: str) -> bool:

@@ -68,6 +68,10 @@ def kernel(
     contender's time over the package's: above 1 the package is faster. sdpa_gather makes the paged KV contiguous in every
     call; sdpa_gqa and sdpa_folded are given contiguous KV for nothing.
     """
+    peers = [word for word in against.split(",") if word]
+    unknown = next((word for word in peers if word not in PEERS), None)
+    if unknown is not None:
+        raise ConfigError(f"--against {unknown!r} is not known; allowed: {', '.join(PEERS)}, joined by commas")
     import torch
 
     from pagegen.package import load_package
@@ -76,10 +80,6 @@ def kernel(
     from pagegen.tuning.roofline import measure_roofline
     from pagegen.tuning.workloads import select
 
-    peers = [word for word in against.split(",") if word]
-    unknown = next((word for word in peers if word not in PEERS), None)
-    if unknown is not None:
-        raise ConfigError(f"--against {unknown!r} is not known; allowed: {', '.join(PEERS)}, joined by commas")
     loaded = load_package(package)
     torch.set_num_threads(detect().threads)
     selection = select(None, loaded.spec, loaded.target)

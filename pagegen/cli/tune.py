@@ -65,7 +65,7 @@ def command(
             "--workload",
             metavar="NAME|FILE",
             help="Batches to tune for: chat, code, long-context, batch-offline, speculative, or a file as `pagegen simulate "
-            "--emit-workload` writes it; default: some of everything.",
+            "--emit-workload` writes it; default: some of everything, of which decode, prefill and mixed are parts.",
             show_default=False,
         ),
     ] = None,
@@ -100,8 +100,9 @@ def command(
         typer.Option(
             "--patience",
             metavar="N",
-            help="End a bucket's search after N trials without a gain beyond the noise, if those that are left hardly promise "
-            "one of 2 %; 0: never.",
+            help="End a bucket's search before its total when N trials in a row gained nothing beyond the noise, and by the spread "
+            "of the best scores the trials left gain 2 % with a chance of 2 % at most. Both must hold, so that it often makes "
+            "more than N; 0: never.",
         ),
     ] = 20,
     warm_start: Annotated[
@@ -199,6 +200,9 @@ def command(
     Several processes, on any number of machines of one kind, share a study over --storage: this command opens it, and
     `pagegen tune --join STUDY --storage URL` takes part. A trial of one that died is tried again by another.
     """
+    from pagegen.tuning.asked import TRIALS, require_budget, require_counts, require_search, require_storage
+    from pagegen.tuning.stopping import StopRule
+
     if replay:
         from pagegen.cli._replay import run_replay
 
@@ -208,9 +212,15 @@ def command(
         _require_fitting(context, "--join")
         if storage is None:
             raise ConfigError("--join STUDY takes part in a study that another process opened: name --storage, where it lies")
+        require_storage(storage)
+        require_budget(budget)
+        require_counts({"--workers": workers})
         return _join(join, storage, budget, workers, json)
     if static:
         _require_fitting(context, "--static")
+        require_counts({"--trials": trials, "--top": top})
+    require_search(target=target, workload=workload, budget=budget, sampler=sampler, workers=workers)
+    StopRule(roofline_share, patience)
     found, phase = spec_from(spec, model, overrides)
     longest = max_context(model)
     if static:
@@ -219,8 +229,6 @@ def command(
         options = {"trials": trials, "budget": budget, "workers": workers, "top": top, "seed": seed}
         document = run_static(found, phase, target, workload, out, longest, **options)
         return print_json(document) if json else show_static(document)
-    from pagegen.tuning.job import TRIALS, tune
-
     if found.layout is None:
         from pagegen.cli._cotune import run_cotune, show_cotune
 
@@ -230,6 +238,8 @@ def command(
         document = run_cotune(found, workload, block_sizes, layouts, **each, **where, warm_start=warm_start, workers=workers)
         return print_json(document) if json else show_cotune(document, Path(document["report"]))
     _require_fitting(context, "the tuning of one layout")
+    from pagegen.tuning.job import tune
+
     trials = TRIALS if trials is None else trials
     with progress(f"tuning {found.slug}", trials) as advance:
         try:

@@ -139,7 +139,7 @@ def synthesize(
     """
     if not rate > 0 or num_requests < 1:
         raise ConfigError(f"a trace of {num_requests} requests at rate {rate} is empty; both must be positive")
-    lengths, rng = _lengths(name), random.Random(f"{name} {seed}")
+    lengths, rng = lengths_of(name), random.Random(f"{name} {seed}")
     rows, arrival = list[TraceRow](), 0.0
     for _ in range(num_requests):
         arrival += rng.expovariate(rate) if rate < math.inf else 0.0
@@ -149,7 +149,8 @@ def synthesize(
     return rows
 
 
-def _lengths(name: str) -> Lengths:
+def lengths_of(name: str) -> Lengths:
+    """Of what lengths a synthetic trace is. Raises ConfigError for a name that is not known."""
     if match := _FIXED.fullmatch(name):
         num_input, num_output = int(match[1]), int(match[2])
         return Lengths("one length", lambda rng: (num_input, num_output), bounded=True)

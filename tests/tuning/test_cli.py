@@ -66,7 +66,7 @@ def test_bench_prints_a_table_for_people(package: Path) -> None:
         (["tune", "--join", "other", "--storage", "journal.log"], "no file journal.log"),
         (["tune", "--join", "other", "--storage", "sqlite:///nowhere.db"], "no file nowhere.db"),
         (["tune", "--join", "other", "--storage", "sqlite:////proc/x.db"], "--storage"),
-        (["tune", SLUG, "--target", "cuda:sm_90"], "cuda:sm_90"),
+        (["tune", SLUG, "--target", "cuda:sm_90"], "`pagegen tune --static` work without the device"),
         (["tune", SLUG, "--target", "cuda:sm_90", "--roofline-share", "0.9"], "--roofline-share 0.9"),
     ],
 )
@@ -117,7 +117,7 @@ def test_who_joins_sees_how_far_the_study_is(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(joining, "join", joined)
     monkeypatch.setattr(tune, "progress", lambda *_: contextlib.nullcontext(lambda *said: seen.append(said)))
-    assert run("tune", "--join", "s", "--storage", "u").status == 0
+    assert run("tune", "--join", "s", "--storage", "postgresql://u").status == 0
     assert seen == [(25, "best so far: decode 1.25x")]
 
 

@@ -16,8 +16,8 @@ from optuna.storages import BaseStorage
 from pagegen.errors import ConfigError
 from pagegen.records import Evaluation, Status
 from pagegen.space import Config, ConfigSpace, Constraint, Knob
+from pagegen.tuning.asked import SAMPLERS, require_sampler
 from pagegen.tuning.pruning import MARGIN, MIN_BATCHES, Judge
-from pagegen.tuning.sampling import SAMPLERS, require_sampler
 from pagegen.tuning.search import Progress, search, share_trials
 from pagegen.tuning.stopping import StopRule
 from pagegen.tuning.storage import open_storage

@@ -17,10 +17,11 @@ from pagegen.spec import DType, Op, Phase, parse_slug
 from pagegen.target import best_cpu, detect, parse_target
 from pagegen.transfer import block_bytes
 from pagegen.tuning import job, workloads
+from pagegen.tuning.asked import PRESETS, preset_names
 from pagegen.tuning.evaluate import Evaluator
 from pagegen.tuning.measure import Measurement
 from pagegen.tuning.workload import Point, Workload, blocks_of
-from pagegen.tuning.workloads import MAX_POINTS, PRESETS, preset_names, read_workloads, sampled, select
+from pagegen.tuning.workloads import MAX_POINTS, read_workloads, sampled, select
 from tests.cli.helpers import run
 
 SLUG = "fp32-d8-h2x1-b4-NHD"

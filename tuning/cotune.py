@@ -20,36 +20,31 @@ import itertools
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from pagegen.build import build
 from pagegen.catalog import variant
 from pagegen.errors import ConfigError, SpecError
-from pagegen.kernel import TORCH_DTYPES, PagedKernels, WriteExtras
-from pagegen.memory import free_bytes
-from pagegen.package import install_package, load_package
+from pagegen.package import install_package
 from pagegen.paths import write_atomic
-from pagegen.render import environment, render
+from pagegen.render import environment
 from pagegen.spec import KernelSpec, KVLayout, Op, Phase
-from pagegen.target import Target, detect, parse_target, require_present
+from pagegen.target import Target, parse_target, require_present
 from pagegen.transfer import block_bytes
+from pagegen.tuning.asked import require_budget
+from pagegen.tuning.beside import compare
+from pagegen.tuning.contest import Conditions
 from pagegen.tuning.job import TuneResult, results_folder, tune
-from pagegen.tuning.machine import working
-from pagegen.tuning.measure import Call, Interval, Measurement, mean_of_medians, measure, stopwatch_for
-from pagegen.tuning.workload import COLD_SHARE, Inputs, Point, Pool, cold_bytes_on
+from pagegen.tuning.measure import Interval, Measurement, mean_of_medians
+from pagegen.tuning.search import Progress
+from pagegen.tuning.workload import Point
 from pagegen.tuning.workloads import Selection, select_phases
 
 FORMAT = 1
 RECORD = "cotune.json"
 BLOCK_SIZES = (16, 32, 64)  # the spec's own beside them
 COPIES = 1 / 256  # of a sequence's blocks a step: each is forked once in so many tokens, and its last block copied
-SECONDS = 0.5  # a batch and pair
-COPIED = 64  # blocks of one call that is timed
-TABLES = 64  # of a batch's block tables, to whose slots write_kv writes in turn
 RULE = "least step x bytes a token; of those that noise does not tell apart from it, the least memory wasted"
 
 
@@ -85,12 +80,14 @@ def cotune(
     layouts: Sequence[str] | None = None,
     budget: float | None = None,
     out: Path | str | None = None,
+    watch: Callable[[float, str], None] | None = None,
     say: Callable[[str], None] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Tunes every pair for a spec without a layout, chooses one, installs its package, and answers the JSON record.
 
-    `options` are those of `tune`, for each pair; `budget` is for all together. Results go to `out`/<target>/<spec> of each
+    `options` are those of `tune`, for each pair; `budget` is for all together. `watch` is told after each evaluation which
+    share of the pairs' tuning is done, and which pair it was. Results go to `out`/<target>/<spec> of each
     pair, the comparison to that of `spec`. Raises ConfigError or SpecError for what cannot be tuned: no workload, a block
     size or layout that is not known, and if no pair is served.
     """
@@ -99,6 +96,7 @@ def cotune(
             "layout is `auto`, which is chosen for a trace: name its batches with --workload (a preset, or a file of `pagegen "
             "simulate --trace T --emit-workload FILE`), or one layout with --layout NHD"
         )
+    require_budget(budget)
     where = parse_target(target)
     require_present(where)
     pairs, refused = served_pairs(spec, where, block_sizes or sorted({spec.block_size, *BLOCK_SIZES}), layouts or usual_layouts(spec, where))
@@ -107,17 +105,22 @@ def cotune(
         left = None if budget is None else max(1.0, (budget - (time.monotonic() - begin)) / (len(pairs) - number))
         if say:
             say(f"pair {number + 1} of {len(pairs)}: {name}")
+
+        def told(state: Progress, number: int = number, name: str = name) -> None:
+            if watch:
+                watch((number + state.done / state.total) / len(pairs), name)
+
         tuned[name] = tune(
             each, target=where.name, phase=phase, workload=workload, max_context=max_context, budget=left, out=out, say=say,
-            install=False, **options,
+            watch=told, install=False, **options,
         )  # fmt: skip
     selection = select_phases(workload, next(iter(pairs.values())), phase, where, max_context=max_context, pools=len(pairs))
     points = [point for each in selection.workloads.values() for point in each.points]
-    measured, copies = compare({name: load_package(tuned[name].package) for name in pairs}, where, selection)
+    measured, copies = compare({name: tuned[name].package for name in pairs}, pairs, where, selection)
     steps = {name: step_rounds(name, points, measured, copies) for name in pairs}
     judged = judge(pairs, points, steps, measured, copies)
     chosen = choose(judged, points, steps)
-    return _record(spec, where, selection, out, judged, refused, chosen, tuned)
+    return _record(spec, where, selection, out, judged, refused, chosen, tuned, Conditions.of(list(measured.values())))
 
 
 def usual_layouts(spec: KernelSpec, target: Target) -> tuple[str, ...]:
@@ -163,75 +166,6 @@ def memory(spec: KernelSpec, points: Sequence[Point]) -> tuple[float, float]:
     held = sum(point.weight * held_tokens(context, spec.block_size) for point in points for context in point.context_lens)
     own = sum(point.weight * sum(point.context_lens) for point in points)
     return 1 - own / held, held / own * block_bytes(spec) / spec.block_size
-
-
-# --- time ------------------------------------------------------------------------------------------------------------
-
-
-def compare(
-    packages: Mapping[str, PagedKernels], target: Target, selection: Selection
-) -> tuple[dict[Point, Measurement], dict[str, float]]:
-    """(attend and write_kv of every pair on every batch, named `PAIR attend` and `PAIR write_kv`, in the same rounds;
-    seconds of copying a block). Timed in this process, each pair with a KV pool of its own.
-    """
-    device = "cpu" if target.kind == "cpu" else "cuda"
-    torch.set_num_threads(detect().threads)
-    points = tuple(point for each in selection.workloads.values() for point in each.points)
-    free = free_bytes()
-    size = cold_bytes_on(device) if free is None else min(cold_bytes_on(device), free // COLD_SHARE // len(packages))
-    with working():
-        pools = {name: Pool.for_points(kernels.spec, points, size, device) for name, kernels in packages.items()}
-    measured = {}
-    for workload in selection.workloads.values():
-        for point in workload.points:
-            with working():  # write_kv is built for the first batch
-                calls = dict(_calls(packages, target, pools, point, workload.warm))
-            measured[point] = measure(calls, next(iter(calls)), seconds=SECONDS * len(packages), stopwatch=stopwatch_for(device))
-    copying = {name: _copying(kernels, pools[name]) for name, kernels in packages.items()}
-    copied = measure(copying, next(iter(copying)), seconds=SECONDS * len(packages), stopwatch=stopwatch_for(device))
-    return measured, {name: copied.timing(name).median / COPIED for name in packages}
-
-
-def _calls(
-    packages: Mapping[str, PagedKernels], target: Target, pools: Mapping[str, Pool], point: Point, warm: bool
-) -> Iterator[tuple[str, Call]]:
-    for name, kernels in packages.items():
-        inputs = Inputs(pools[name], point, warm=warm)
-        yield f"{name} attend", inputs.bind(kernels.attend)
-        yield f"{name} write_kv", _writing(inputs, target)
-
-
-def _writing(inputs: Inputs, target: Target) -> Call:
-    """write_kv of the batch's new tokens, to one copy of it after the other. What else write_kv may do (rotate, normalise)
-    does not depend on where it writes, and is left out."""
-    pool, spec = inputs.pool, inputs.spec.replace(rope=None, rotary_dim=None, qk_norm=False)
-    write_kv = build(render(variant(Op.WRITE_KV, spec, target)))
-    tokens, dtype = sum(inputs.point.query_lens), TORCH_DTYPES[spec.dtype]
-    k, v = (torch.randn(tokens, spec.kv_heads, dim, device=pool.device).to(dtype) for dim in (spec.head_dim, spec.dim_v))
-    slots = itertools.cycle([slots_of(inputs, table) for table in inputs.block_tables[:TABLES]])
-    extras = WriteExtras(scales=pool.scales)
-
-    def call() -> None:
-        write_kv(k, v, pool.k_cache, pool.v_cache, next(slots), extras=extras)  # type: ignore[call-arg, arg-type]  # by its op
-
-    return call
-
-
-def slots_of(inputs: Inputs, table: torch.Tensor) -> torch.Tensor:
-    """Where the new tokens of a batch are written, int64: the last of each sequence."""
-    size, found = inputs.spec.block_size, []
-    for row, (queries, context) in enumerate(zip(inputs.point.query_lens, inputs.point.context_lens, strict=True)):
-        positions = torch.arange(context - queries, context, device=table.device)
-        found.append(table[row].long()[positions // size] * size + positions % size)
-    return torch.cat(found)
-
-
-def _copying(kernels: PagedKernels, pool: Pool) -> Call:
-    """copy_blocks of COPIED blocks, from one half of the pool to the other, so far as it has as many."""
-    count = min(COPIED, len(pool.permutation) // 2)
-    pairs = pool.permutation[: 2 * count].long().view(2, count).T.contiguous()
-    pairs = pairs.repeat(-(-COPIED // count), 1)[:COPIED].to(pool.device) if count < COPIED else pairs.to(pool.device)
-    return lambda: kernels.copy_blocks(pool.k_cache, pool.v_cache, pairs, scales=pool.scales)
 
 
 # --- the choice ------------------------------------------------------------------------------------------------------
@@ -307,6 +241,7 @@ def _record(
     refused: Mapping[str, str],
     chosen: str,
     tuned: Mapping[str, TuneResult],
+    conditions: Conditions | None,
 ) -> dict[str, Any]:
     """Installs what was chosen; writes cotune.json and report.md."""
     folder, result = results_folder(out, target, spec, selection), tuned[chosen]
@@ -323,6 +258,7 @@ def _record(
             {"name": name, **dataclasses.asdict(pair), "folder": str(tuned[name].report.parent)}
             for name, pair in sorted(judged.items(), key=lambda item: item[1].cost)
         ],
+        "conditions": conditions.to_dict() if conditions else None,
         "refused": dict(refused),
         "chosen": chosen,
         **{key: result.document[key] for key in ("winner", "counts", "trials")},
@@ -331,7 +267,9 @@ def _record(
         "report": str(folder / "report.md"),
     }
     write_atomic(folder / RECORD, json.dumps(document, indent=1, allow_nan=False) + "\n")
-    text = environment().get_template("report/cotune.md.jinja").render(document=document)
+    text = environment().get_template("report/cotune.md.jinja").render(
+        document=document, conditions=conditions
+    )
     write_atomic(folder / "report.md", text)
     return document
 

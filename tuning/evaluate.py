@@ -16,10 +16,10 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import Self, cast
+from typing import Any, Protocol, Self, cast
 
 import torch
 
@@ -64,13 +64,39 @@ class TimerDied(Exception):
         self.status = status
 
 
+class Setup(Protocol):
+    """What a timing process is started with; it travels there by pickle."""
+
+    @property
+    def threads(self) -> int:
+        """That torch may start."""
+
+    def ready(self) -> Callable[[Any], object]:
+        """Called in the timing process: loads what is to be timed. Answers what answers each request."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Setup:
+class _Configs:
+    """Configs of one spec on one KV pool."""
+
     spec: KernelSpec
     target: str
     points: tuple[Point, ...]
     pool_bytes: int
     threads: int
+
+    def ready(self) -> Callable[[_Request | _GateRequest], Measurement | CheckReport]:
+        """See `Setup`."""
+        target = parse_target(self.target)
+        pool = Pool.for_points(self.spec, self.points, self.pool_bytes, "cpu" if target.kind == "cpu" else "cuda")
+        kernels: dict[Config, Attend] = {}
+
+        def answer(request: _Request | _GateRequest) -> Measurement | CheckReport:
+            if isinstance(request, _GateRequest):
+                return check_variant(render(variant(Op.ATTEND, self.spec, target, request.config)))
+            return _timed(request, pool, target, kernels)
+
+        return answer
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -101,7 +127,7 @@ class Timer:
     It is a fresh interpreter, not a fork: torch's thread pool does not survive one.
     """
 
-    def __init__(self, setup: _Setup) -> None:
+    def __init__(self, setup: Setup) -> None:
         self._setup = setup
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
@@ -122,7 +148,7 @@ class Timer:
         Raises TimerDied if a candidate took the process with it; PagegenError for what it refuses.
         """
         contenders = len(configs) + len(FORMS) * with_sdpa
-        answer = self._ask(_Request(configs, anchor, point, seconds, with_sdpa, warm), seconds + contenders * POINT_TIMEOUT)
+        answer = self.ask(_Request(configs, anchor, point, seconds, with_sdpa, warm), seconds + contenders * POINT_TIMEOUT)
         assert isinstance(answer, Measurement)
         return answer
 
@@ -131,11 +157,15 @@ class Timer:
 
         Raises TimerDied if a candidate took the process with it; PagegenError for what it refuses.
         """
-        answer = self._ask(_GateRequest(config), GATE_TIMEOUT)
+        answer = self.ask(_GateRequest(config), GATE_TIMEOUT)
         assert isinstance(answer, CheckReport)
         return answer
 
-    def _ask(self, request: _Request | _GateRequest, timeout: float) -> object:
+    def ask(self, request: object, timeout: float) -> object:
+        """What the setup answers to a request within `timeout` seconds. The caller holds `machine.exclusive` if it times.
+
+        Raises TimerDied if the request took the process with it; PagegenError for what it refuses.
+        """
         connection = self.start()
         connection.send(request)
         answer = self._receive(connection, timeout)
@@ -208,20 +238,14 @@ def serve(handle: int) -> None:
     """The timing process: answers requests on the connection until its other end closes."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a candidate that hangs must not outlive the tuner
     with Connection(handle) as connection, contextlib.suppress(EOFError, ConnectionError):  # raised when the tuner is gone
-        setup = connection.recv()
+        setup: Setup = connection.recv()
         torch.set_num_threads(setup.threads)
-        target = parse_target(setup.target)
-        device = "cpu" if target.kind == "cpu" else "cuda"
-        pool = Pool.for_points(setup.spec, setup.points, setup.pool_bytes, device)
-        kernels: dict[Config, Attend] = {}
+        answer = setup.ready()
         connection.send(None)
         while True:
             request = connection.recv()
             try:
-                if isinstance(request, _GateRequest):
-                    connection.send(check_variant(render(variant(Op.ATTEND, setup.spec, target, request.config))))
-                else:
-                    connection.send(_answer(request, pool, target, kernels))
+                connection.send(answer(request))
             except PagegenError as error:
                 connection.send(type(error)(str(error)))
             except Exception as error:  # noqa: BLE001 - a device may be of no use after it: the next candidate gets a process of its own
@@ -229,7 +253,7 @@ def serve(handle: int) -> None:
                 return
 
 
-def _answer(request: _Request, pool: Pool, target: Target, kernels: dict[Config, Attend]) -> Measurement:
+def _timed(request: _Request, pool: Pool, target: Target, kernels: dict[Config, Attend]) -> Measurement:
     inputs = Inputs(pool, request.point, warm=request.warm)
     calls = {}
     for name, config in request.configs.items():
@@ -272,7 +296,7 @@ class Evaluator:
         self.default = template_for(Op.ATTEND, spec, target).space(spec, target).default
         self.threads = detect().threads
         made_on = fingerprint(target)
-        self.environment = {
+        self.environment: dict[str, Any] = {
             "hardware": dict(made_on.hardware),
             "toolchain": dict(made_on.toolchain),
             "threads": self.threads,
@@ -280,7 +304,7 @@ class Evaluator:
         points = tuple(point for workload in workloads.values() for point in workload.points)
         device = "cpu" if target.kind == "cpu" else "cuda"
         self._waited = False
-        self._timer = Timer(_Setup(spec, target.name, points, cold_bytes_on(device), self.threads))
+        self._timer = Timer(_Configs(spec, target.name, points, cold_bytes_on(device), self.threads))
 
     def __enter__(self) -> Self:
         return self

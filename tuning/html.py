@@ -54,8 +54,9 @@ def _write_cotuned(folder: Path) -> Path:
     dots = [(100 * pair["wasted"], pair["step"]["median"] / fastest, pair["name"]) for pair in pairs]
     line = sorted((x, y) for (x, y, _), pair in zip(dots, pairs, strict=True) if pair["front"])
     front = _plot(dots, line, WIDTH, HEIGHT, "memory wasted, %", {})
+    facts = _facts({**document["environment"], "conditions": document.get("conditions") or {}})
     template = environment().overlay(autoescape=True).get_template("report/cotune.html.jinja")
-    write_atomic(folder / NAME, template.render(document=document, front=front, facts=_facts(document["environment"])))
+    write_atomic(folder / NAME, template.render(document=document, front=front, facts=facts))
     return folder / NAME
 
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pagegen.cli._common import note, note_workload, print_table
+from pagegen.cli._common import note, note_workload, print_table, progress
 from pagegen.errors import ConfigError
-from pagegen.spec import KernelSpec
+from pagegen.spec import KernelSpec, KVLayout
 
 
 def run_cotune(spec: KernelSpec, workload: str | None, block_sizes: str | None, layouts: str | None, **options: Any) -> dict[str, Any]:
     """Tunes the pairs and chooses one; answers the JSON record."""
-    from pagegen.tuning.cotune import cotune
-
     sizes = None
     if block_sizes is not None:
         words = [word.strip() for word in block_sizes.split(",")]
@@ -21,11 +19,23 @@ def run_cotune(spec: KernelSpec, workload: str | None, block_sizes: str | None, 
             raise ConfigError(f"--block-sizes {block_sizes!r} are no numbers joined by commas; write for example 16,32,64")
         sizes = [int(word) for word in words]
     named = [word.strip() for word in layouts.split(",")] if layouts is not None else None
-    return cotune(spec, workload, block_sizes=sizes, layouts=named, say=note, **options)
+    for word in named or ():
+        KVLayout.parse(word)
+    from pagegen.tuning.cotune import cotune  # after what is refused without it: it loads torch
+
+    with progress(f"tuning {spec.slug}", 100) as advance:
+
+        def watch(share: float, pair: str) -> None:
+            advance(int(100 * share), pair)
+
+        return cotune(spec, workload, block_sizes=sizes, layouts=named, watch=watch, say=note, **options)
 
 
 def show_cotune(document: dict[str, Any], report: Path) -> None:
     """The outcome for people."""
+    from pagegen.tuning.machine import Disturbance
+
+    conditions = document["conditions"]
     least = document["pairs"][0]["cost"]
     columns = ("pair", "step us", "[95 %]", "write_kv us", "wasted", "cost", "Pareto front")
     print_table(
@@ -47,5 +57,7 @@ def show_cotune(document: dict[str, Any], report: Path) -> None:
     for name, why in document["refused"].items():
         note(f"{name} is not served: {why}")
     note_workload(document["workload"])
+    if conditions and Disturbance(**conditions["disturbance"]).line:
+        note(Disturbance(**conditions["disturbance"]).line)
     note(f"chosen: {document['chosen']}, by the rule: {document['rule']}")
     note(f"package: {document['package']} (installed: generate, chat and serve find it)\nreport:  {report}")

@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,12 +18,12 @@ from pagegen.records import Evaluation, Status
 from pagegen.reference import token_view
 from pagegen.space import Config
 from pagegen.spec import KernelSpec, KVLayout, Phase, parse_slug
-from pagegen.target import best_cpu, parse_target
+from pagegen.target import best_cpu, detect, parse_target
+from pagegen.tuning import beside, job
 from pagegen.tuning import cotune as module
-from pagegen.tuning import job
+from pagegen.tuning.beside import Batch, slots_of, timing_of
 from pagegen.tuning.cotune import (
     choose,
-    compare,
     cotune,
     held_tokens,
     judge,
@@ -35,9 +34,9 @@ from pagegen.tuning.cotune import (
 )
 from pagegen.tuning.evaluate import Evaluator
 from pagegen.tuning.measure import Measurement
-from pagegen.tuning.workload import Inputs, Point, Pool, Workload
-from pagegen.tuning.workloads import Selection
+from pagegen.tuning.workload import Inputs, Point, Pool
 from tests.cli.helpers import run
+from tests.documented import documented, top
 
 AUTO = parse_slug("fp32-d8-h2x1-b4-auto")[0]
 POINTS = (Point.parse("2x1@100", 3.0), Point.parse("1x1@500", 1.0))
@@ -116,7 +115,7 @@ def test_new_tokens_are_written_where_attend_will_read_them(layout: str) -> None
     slots = slots_of(inputs, table)
     assert slots.dtype == torch.int64
     assert slots.tolist() == [int(table[0, p // 4]) * 4 + p % 4 for p in (7, 8, 9)] + [int(table[1, 0]) * 4 + 3]
-    module._writing(inputs, parse_target("cpu:scalar"))()
+    beside._writing(inputs, parse_target("cpu:scalar"))()
     tokens = token_view(spec.kv_layout.k_order, pool.k_cache).reshape(-1, 1, 8)
     fresh = Pool.for_points(spec, (point,), 0)
     before = token_view(spec.kv_layout.k_order, fresh.k_cache).reshape(-1, 1, 8)
@@ -124,17 +123,17 @@ def test_new_tokens_are_written_where_attend_will_read_them(layout: str) -> None
     assert changed == sorted(slots.tolist())
 
 
-def test_pairs_are_timed_in_the_same_rounds_on_caches_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SECONDS", 0.01)
-    monkeypatch.setattr(module, "cold_bytes_on", lambda device: 1 << 16)
+def test_pairs_are_timed_in_the_same_rounds_on_caches_of_their_own() -> None:
     scalar = parse_target("cpu:scalar")
     packages = {name: build_kernels(spec, scalar) for name, spec in pairs_of("b4-NHD", "b8-HND").items()}
-    selection = Selection("w", {Phase.DECODE: Workload(Phase.DECODE, POINTS)}, 2)
-    measured, copies = compare(packages, scalar, selection)
-    names = {f"{pair} {word}" for pair in packages for word in ("attend", "write_kv")}
-    assert set(measured) == set(POINTS) and all(found.seconds.keys() == names for found in measured.values())
-    assert all(len(set(map(len, found.seconds.values()))) == 1 for found in measured.values())
-    assert copies.keys() == packages.keys() and min(copies.values()) > 0
+    timed = timing_of(packages, scalar, POINTS, 1 << 16)
+    for point in POINTS:
+        found = timed(Batch(point, warm=False, seconds=0.01))
+        assert found.seconds.keys() == {f"{pair} {word}" for pair in packages for word in ("attend", "write_kv")}
+        assert len(set(map(len, found.seconds.values()))) == 1 and found.disturbance.seconds > 0
+        assert found.setting and found.setting.rotated_bytes <= 2 << 16 and not found.setting.warm
+    copies = timed(Batch(None, warm=False, seconds=0.01))
+    assert copies.seconds.keys() == packages.keys() and min(map(min, copies.seconds.values())) > 0
 
 
 # --- the choice -------------------------------------------------------------------------------------------------------
@@ -186,8 +185,8 @@ def untimed(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     def within(self: Evaluator, configs: dict[str, Config], anchor: str, phase: Phase, *_: object, **__: object) -> object:
         return {point: Measurement(anchor, dict.fromkeys(configs, (1.0,) * 5)) for point in self.workloads[phase].points}
 
-    def beside(packages: Mapping[str, KernelSpec], *_: object) -> object:
-        return timed({name: 1e-3 if name.startswith("b8") else 2e-3 for name in packages}), dict.fromkeys(packages, 1e-9)
+    def compared(folders: Mapping[str, Path], *_: object) -> object:
+        return timed({name: 1e-3 if name.startswith("b8") else 2e-3 for name in folders}), dict.fromkeys(folders, 1e-9)
 
     def write_package(out: Path, *_: object) -> Path:
         out.mkdir(exist_ok=True)
@@ -200,8 +199,7 @@ def untimed(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     monkeypatch.setattr(Evaluator, "evaluate", evaluate)
     monkeypatch.setattr(Evaluator, "compare", within)
     monkeypatch.setattr(job, "_write_package", write_package)
-    monkeypatch.setattr(module, "load_package", lambda path: SimpleNamespace(path=path))
-    monkeypatch.setattr(module, "compare", beside)
+    monkeypatch.setattr(module, "compare", compared)
     for where in (job, module):
         monkeypatch.setattr(where, "install_package", install)
     return installed
@@ -236,7 +234,12 @@ def test_the_command_tunes_every_pair_installs_the_best_and_reports_the_front(tm
 def test_the_front_is_drawn(tmp_path: Path, untimed: list[Path]) -> None:
     pytest.importorskip("matplotlib")
     (tmp_path / "seen.yaml").write_text(WORKLOAD)
-    document = cotune(AUTO, str(tmp_path / "seen.yaml"), block_sizes=(4, 8), layouts=("NHD",), trials=1, out=tmp_path)
+    shares = list[float]()
+    document = cotune(
+        AUTO, str(tmp_path / "seen.yaml"), block_sizes=(4, 8), layouts=("NHD",), trials=1, out=tmp_path,
+        watch=lambda share, pair: shares.append(share),
+    )  # fmt: skip
+    assert shares == [0.5, 1.0]  # who waits is told how far it is
     (plot,) = run("report", str(Path(document["report"]).parent), "--png", "--json").document["plots"]
     assert Path(plot).name == "front.png" and Path(plot).read_bytes().startswith(b"\x89PNG")
 
@@ -276,9 +279,12 @@ def test_pairs_that_no_template_serves_are_told_with_their_reason() -> None:
 @pytest.mark.long
 def test_two_real_pairs_are_tuned_timed_and_one_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGEGEN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(module, "SECONDS", 0.05)
+    monkeypatch.setattr(beside, "SECONDS", 0.05)
     (tmp_path / "seen.yaml").write_text(WORKLOAD)
     document = cotune(AUTO, str(tmp_path / "seen.yaml"), block_sizes=(4, 64), layouts=("NHD",), trials=2, out=tmp_path)
     assert {pair["name"] for pair in document["pairs"]} == {"b4-NHD", "b64-NHD"} and Path(document["installed"]).is_dir()
     wasted = {pair["block_size"]: pair["wasted"] for pair in document["pairs"]}
     assert wasted[64] > wasted[4] and all(math.isfinite(pair["cost"]) for pair in document["pairs"])
+    conditions = document["conditions"]  # as tune's, in a process of its own: the threads of this one are not pinned
+    assert conditions["pinned"] and conditions["threads"] == detect().threads and conditions["disturbance"]["seconds"] > 0
+    assert "each pinned to a core" in Path(document["report"]).read_text()

@@ -11,11 +11,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 
-from pagegen.build import build, build_kernels
 from pagegen.catalog import template_for
 from pagegen.check import CheckReport
 from pagegen.errors import BuildError
@@ -24,13 +22,13 @@ from pagegen.render import Source
 from pagegen.space import Config
 from pagegen.spec import DType, KernelSpec, Op, Phase, parse_slug
 from pagegen.target import best_cpu, parse_target
-from pagegen.tuning import cotune, crew, evaluate, job, roofline, static_compile
+from pagegen.tuning import beside, crew, evaluate, job, roofline, static_compile
 from pagegen.tuning.evaluate import Evaluator, Timer
 from pagegen.tuning.measure import Interval, Measurement, geomean_of_medians
 from pagegen.tuning.search import search
 from pagegen.tuning.storage import open_storage
 from pagegen.tuning.study import BucketStudy
-from pagegen.tuning.workload import Point, Pool, Workload
+from pagegen.tuning.workload import Point, Workload
 from pagegen.tuning.workloads import Selection
 
 from .fake_tune import SPACE as BOWL
@@ -194,26 +192,30 @@ def test_the_roofline_s_loops_are_compiled_and_counted_while_nobody_times(monkey
     assert set(locks.done) == {("compile", "work"), ("count", "work"), ("time", "")}
 
 
-def test_pairs_are_built_and_their_pools_filled_while_nobody_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    locks, scalar = Locks(), parse_target("cpu:scalar")
+def test_pairs_are_built_and_their_pools_filled_while_nobody_times(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    locks = Locks()
 
-    def noted(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*words: Any, **options: Any) -> Any:
-            locks.note(what)
-            return function(*words, **options)
+    class Process:
+        def __init__(self, setup: object) -> None: ...
 
-        return call
+        def start(self) -> None:
+            locks.note("fill")
 
-    def timed(calls: dict[str, Callable[[], None]], anchor: str, **_: object) -> Measurement:
-        return Measurement(anchor, {name: (1.0,) * 5 for name in calls})
+        def ask(self, batch: beside.Batch, timeout: float) -> Measurement:
+            locks.note("time")
+            return Measurement("b4-NHD", {"b4-NHD": (1.0,) * 5})
 
-    monkeypatch.setattr(cotune, "working", locks.lock("work"))
-    monkeypatch.setattr(cotune, "build", noted("build", build))
-    monkeypatch.setattr(Pool, "for_points", noted("fill", Pool.for_points))
-    monkeypatch.setattr(cotune, "measure", noted("time", timed))
-    monkeypatch.setattr(cotune, "cold_bytes_on", lambda device: 1 << 16)
-    cotune.compare({"b4-NHD": build_kernels(SPEC, scalar)}, scalar, Selection("w", {Phase.DECODE: DECODE}, 2))
-    assert set(locks.done) == {("fill", "work"), ("build", "work"), ("time", "")}
+        def close(self) -> None: ...
+
+    def built(source: Source) -> None:
+        locks.note("build")
+
+    monkeypatch.setattr(beside, "working", locks.lock("work"))
+    monkeypatch.setattr(beside, "exclusive", locks.lock("time"))
+    monkeypatch.setattr(beside, "build", built)
+    monkeypatch.setattr(beside, "Timer", Process)
+    beside.compare({"b4-NHD": tmp_path}, {"b4-NHD": SPEC}, parse_target("cpu:scalar"), Selection("w", {Phase.DECODE: DECODE}, 2))
+    assert set(locks.done) == {("fill", "work"), ("build", "work"), ("time", "time")}
 
 
 def test_candidates_of_an_absent_gpu_are_compiled_while_nobody_times(monkeypatch: pytest.MonkeyPatch) -> None:

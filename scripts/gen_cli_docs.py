@@ -17,7 +17,8 @@ HEAD = """# The command line
 Written by `scripts/gen_cli_docs.py` from `--help`; a test holds the two together. `pagegen` and `python -m pagegen` are
 the same.
 
-People read tables on stdout and progress on stderr; with `--json` stdout carries one JSON document and nothing else.
+People read tables on stdout and progress on stderr: a bar on a terminal, elsewhere a line every half minute at most; with
+`--json` stdout carries one JSON document and nothing else.
 Exit status: 0 done; 1 the work was done and the answer is "no"; 2 the request was wrong, said in one line on stderr;
 130 interrupted. `--debug`, anywhere on the line, shows the traceback of an error.
 """

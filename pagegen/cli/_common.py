@@ -24,6 +24,7 @@ from pagegen.errors import ConfigError, SpecError
 from pagegen.spec import KernelSpec, Phase, parse_slug
 
 PROGRESS_AFTER = 2.0  # seconds; what is shorter shows no bar
+PROGRESS_LINES = 30.0  # seconds between two lines of progress, where there is no terminal for a bar
 LONG_WORD = 20  # characters; a table folds longer words where room is short, and never shorter ones
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
@@ -307,7 +308,9 @@ def note_workload(workload: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def progress(description: str, total: int) -> Iterator[Callable[[int, str], None]]:
-    """Yields `advance(completed, remark)`, which draws a bar on stderr once two seconds have passed, on a terminal."""
+    """Yields `advance(completed, remark)`, which shows on stderr how far something is: by a bar on a terminal, once two
+    seconds have passed, elsewhere by a line now and then.
+    """
     from rich.console import Console
     from rich.progress import Progress, TextColumn
 
@@ -318,12 +321,16 @@ def progress(description: str, total: int) -> Iterator[Callable[[int, str], None
         transient=True,
     )
     task = bar.add_task(description, total=total, remark="")
-    begin, shown = time.monotonic(), False
+    said, shown = time.monotonic(), False
 
     def advance(completed: int, remark: str = "") -> None:
-        nonlocal shown
+        nonlocal said, shown
         bar.update(task, completed=completed, remark=remark)
-        if not shown and bar.console.is_terminal and time.monotonic() - begin > PROGRESS_AFTER:
+        passed = time.monotonic() - said
+        if not bar.console.is_terminal and passed >= PROGRESS_LINES:
+            note(f"{description}: {completed / max(1, total):.0%}{', ' if remark else ''}{remark}")
+            said += passed
+        elif bar.console.is_terminal and not shown and passed > PROGRESS_AFTER:
             bar.start()
             shown = True
 

@@ -18,6 +18,7 @@ from pagegen.tuning import job, joining
 from pagegen.tuning.job import _packaged
 from pagegen.tuning.search import Progress
 from tests.cli.helpers import run
+from tests.documented import documented, keys_of
 
 SLUG = "fp32-d8-h2x1-b4-NHD"
 
@@ -36,6 +37,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_bench_times_the_package_against_its_default_and_three_sdpa_forms(package: Path) -> None:
     result = run("bench", "kernel", str(package), "--phase", "mixed", "--seconds", "0.01", "--json")
     assert result.status == 0, result.stderr
+    assert keys_of(result.document, "rows") == documented("bench kernel --json")
     rows = result.document["rows"]
     names = ["package", "default", "sdpa_gather", "sdpa_gqa", "sdpa_folded"]
     points = list(dict.fromkeys(row["point"] for row in rows))

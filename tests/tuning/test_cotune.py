@@ -29,7 +29,6 @@ from pagegen.tuning.cotune import (
     judge,
     memory,
     served_pairs,
-    slots_of,
     step_rounds,
 )
 from pagegen.tuning.evaluate import Evaluator
@@ -213,6 +212,7 @@ def test_the_command_tunes_every_pair_installs_the_best_and_reports_the_front(tm
     assert result.status == 0, result.stderr
     document = result.document
     assert [pair["name"] for pair in document["pairs"]] == ["b8-NHD", "b4-NHD"] and document["chosen"] == "b8-NHD"
+    assert document.keys() == top(documented("cotune.json"))
     assert {"b4-HDN16", "b8-HDN16"} == document["refused"].keys()  # 16 does not divide a head of 8
     folder = tmp_path / "r" / best_cpu().slug
     assert untimed == [folder / "fp32-d8-h2x1-b8-NHD" / "seen" / "package"]

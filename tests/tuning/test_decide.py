@@ -148,6 +148,7 @@ def test_replay_finds_the_record_of_a_spec_and_shows_it(copy: Path) -> None:
     assert result.status == 0 and "is the recorded one" in result.stderr and "decode, up to 5 sequences" in " ".join(result.stdout.split())
     result = run(*words, "--json")
     assert result.status == 0 and result.document["replay"] == {"same": True, "differences": []}
+    assert result.document.keys() - json.loads((copy / "tune.json").read_text()).keys() == documented("tune --replay --json")
     assert run("tune", str(copy), "--replay").status == 0
 
 

@@ -29,6 +29,7 @@ from pagegen.tuning.record import Record
 from pagegen.tuning.replay import replay
 from pagegen.tuning.study import BucketStudy
 from tests.cli.helpers import run
+from tests.documented import documented, top
 
 SLUG = "fp32-d8-h2x1-b4-NHD"
 ROOT = Path(__file__).parents[2]
@@ -62,10 +63,12 @@ def test_a_run_ends_with_a_package_and_a_record_that_adds_up(tmp_path: Path) -> 
     assert document["trials"] == {"resumed": 1, "new": 3, "lost": 0}
     assert sum(document["counts"].values()) == 4
     assert 0 < document["gate"]["median"] <= document["gate"]["longest"]
+    assert document.keys() == top(documented("tune.json"))
     assert [winner["phase"] for winner in document["winner"]] == ["decode", "prefill", "mixed"]
     assert {row["name"] for row in document["rows"]} == {"tuned", "default", "sdpa_gather", "sdpa_gqa", "sdpa_folded"}
     folder = tmp_path / best_cpu().slug / SLUG
     lines = [json.loads(line) for line in (folder / "trials.jsonl").read_text().splitlines()]
+    assert all(line.keys() == documented("trials.jsonl") | {"study", "trial"} for line in lines)
     assert len(lines) == 4 and len({(line.pop("study"), line.pop("trial")) for line in lines}) == 4
     assert all(Evaluation.from_dict(line).environment["hardware"] for line in lines)
     assert json.loads((folder / "tune.json").read_text()) == json.loads(json.dumps(document))

@@ -22,6 +22,7 @@ from pagegen.tuning.roofline import Roofline
 from pagegen.tuning.stopping import StopRule
 from pagegen.tuning.storage import open_storage
 from pagegen.tuning.workload import Point, Workload
+from tests.documented import documented
 
 ROOT = Path(__file__).parents[2]
 SPEC = KernelSpec(q_heads=2, kv_heads=1, head_dim=8, block_size=4)
@@ -53,6 +54,7 @@ def test_who_joins_evaluates_what_is_left(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/trials.db"
     begin(url)
     first, second = join("ours", url), join("ours", url)
+    assert first.keys() == documented("tune --join --json")
     assert first["made"] == 1 and first["trials"] == {"resumed": 0, "new": 1, "lost": 0} and first["counts"]["PASSED"] == 1
     assert second["made"] == 0 and second["trials"] == {"resumed": 1, "new": 0, "lost": 0}
 

@@ -24,6 +24,7 @@ from pagegen.tuning.workers import Died
 from pagegen.tuning.workload import Point, Workload
 from pagegen.tuning.workloads import Selection
 from tests.cli.helpers import run
+from tests.documented import documented
 
 SLUG = "fp16-d16-h2x1-b16-NHD"
 SPEC = parse_slug(SLUG)[0]
@@ -108,6 +109,9 @@ def shortlist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     document = result.document
     assert document["candidates"] == 60 and document["counts"]["PRUNED"] > 0
     assert len(document["phases"]["decode"]["rows"]) == 3 and set(document["phases"]["decode"]["pruned"]) == {"duplicate"}
+    assert document.keys() == documented("tune --static --json")
+    files = {path.name for path in Path(document["shortlist"]).parent.iterdir()}
+    assert files == documented("static/") and json.loads(Path(document["shortlist"]).read_text()).keys() == documented("shortlist.json")
     return Path(document["shortlist"])
 
 

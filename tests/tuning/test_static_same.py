@@ -63,7 +63,7 @@ def by_signature(slug: str, workload: Workload, count: int) -> list[list[Config]
     for config in _drawn(template_for(Op.ATTEND, spec, target).space(spec, target), count, 0):
         found[signature(config)].append(config)
     groups = [random.Random(0).sample(each, 2) for each in found.values() if len(each) > 1]
-    return random.Random(0).sample(groups, min(6, len(groups)))
+    return random.Random(0).sample(groups, min(3, len(groups)))
 
 
 @pytest.mark.long
@@ -82,4 +82,4 @@ def test_the_kernels_of_one_signature_add_in_one_order(slug: str) -> None:
             found.append(inputs.out.clone())
         assert all(torch.equal(found[0], other) for other in found), [config.slug for config in group]
         results.append(found[0])
-    assert len(results) > 2 and not all(torch.equal(results[0], other) for other in results)
+    assert len(results) > 1 and not all(torch.equal(results[0], other) for other in results)

@@ -1,6 +1,7 @@
 """The commands `tune` and `bench kernel` on the command line."""
 
 import contextlib
+import functools
 import inspect
 import json
 from collections.abc import Callable
@@ -8,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from pagegen.cli import tune
 from pagegen.package import write_package
 from pagegen.records import DispatchTable, Evaluation, Status
 from pagegen.spec import PAGED_OPS, parse_slug
-from pagegen.target import best_cpu
-from pagegen.tuning import job, joining
+from pagegen.target import best_cpu, detect
+from pagegen.tuning import job, joining, roofline
 from pagegen.tuning.job import _packaged
 from pagegen.tuning.search import Progress
 from tests.cli.helpers import run
@@ -34,10 +36,20 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_package(folder, spec=spec, target=target, kernels=named, dispatch=dispatch, evidence={})
 
 
-def test_bench_times_the_package_against_its_default_and_three_sdpa_forms(package: Path) -> None:
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many `bench` asks torch for; it gets one, as do the tests after it. It measures the roofline in little time."""
+    asked: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    monkeypatch.setattr(roofline, "measure_roofline", functools.partial(roofline.measure_roofline, seconds=0.01))
+    return asked
+
+
+def test_bench_times_the_package_against_its_default_and_three_sdpa_forms(package: Path, threads: list[int]) -> None:
     result = run("bench", "kernel", str(package), "--phase", "mixed", "--seconds", "0.01", "--json")
     assert result.status == 0, result.stderr
     assert keys_of(result.document, "rows") == documented("bench kernel --json")
+    assert threads == [detect().threads]
     rows = result.document["rows"]
     names = ["package", "default", "sdpa_gather", "sdpa_gqa", "sdpa_folded"]
     points = list(dict.fromkeys(row["point"] for row in rows))
@@ -48,6 +60,7 @@ def test_bench_times_the_package_against_its_default_and_three_sdpa_forms(packag
     assert all(row["ratio"]["median"] == 1.0 for row in rows if row["name"] == "package")
 
 
+@pytest.mark.usefixtures("threads")
 def test_bench_prints_a_table_for_people(package: Path) -> None:
     result = run("bench", "kernel", str(package), "--against", "default", "--phase", "prefill", "--seconds", "0.01")
     assert result.status == 0 and "default" in result.stdout and "sdpa" not in result.stdout

@@ -16,24 +16,32 @@ debian() {
   command -v apt-get >/dev/null || return 1
   [ "$(id -u)" = 0 ] || return 1
   echo "install: apt-get install $*" >&2
-  { apt-get install -y -q "$@" || { apt-get update -q && apt-get install -y -q "$@"; }; } >&2
+  local install=(apt-get install -y -q --no-install-recommends "$@")
+  { "${install[@]}" || { apt-get update -q && "${install[@]}"; }; } >&2
 }
-if ! command -v g++ >/dev/null && ! command -v clang++ >/dev/null && [ -z "${PAGEGEN_CXX:-}" ]; then
-  debian g++ || echo "install: no C++ compiler, and none could be installed; kernels will not build, their tests skip" >&2
-fi
-# Kernels for AArch64 are made and tried out on any machine, in an emulator.
-if [ "$(uname -m)" != aarch64 ] && { ! command -v aarch64-linux-gnu-g++ || ! command -v qemu-aarch64; } >/dev/null; then
-  debian g++-aarch64-linux-gnu qemu-user ||
-    echo "install: no cross compiler or emulator for AArch64, and none could be installed; tests of NEON kernels skip" >&2
-fi
-# Tuners share a study over a server, which tests start for themselves.
-if ! command -v postgres >/dev/null && [ -z "$(ls -d /usr/lib/postgresql/*/bin 2>/dev/null)" ]; then
-  debian postgresql || echo "install: no PostgreSQL, and it could not be installed; tests of a study on a server skip" >&2
-fi
+compilers_and_server() {
+  if ! command -v g++ >/dev/null && ! command -v clang++ >/dev/null && [ -z "${PAGEGEN_CXX:-}" ]; then
+    debian g++ || echo "install: no C++ compiler, and none could be installed; kernels will not build, their tests skip" >&2
+  fi
+  # Kernels for AArch64 are made and tried out on any machine, in an emulator.
+  if [ "$(uname -m)" != aarch64 ] && { ! command -v aarch64-linux-gnu-g++ || ! command -v qemu-aarch64; } >/dev/null; then
+    debian g++-aarch64-linux-gnu qemu-user ||
+      echo "install: no cross compiler or emulator for AArch64, and none could be installed; tests of NEON kernels skip" >&2
+  fi
+  # Tuners share a study over a server, which tests start for themselves.
+  if ! command -v postgres >/dev/null && [ -z "$(ls -d /usr/lib/postgresql/*/bin 2>/dev/null)" ]; then
+    debian postgresql || echo "install: no PostgreSQL, and it could not be installed; tests of a study on a server skip" >&2
+  fi
+}
+
 if [ ! -x "$venv/bin/python" ]; then
   "$python" -m venv "$venv" || { debian python3-venv && "$python" -m venv "$venv"; } ||
     fail "python -m venv failed; install the venv module (Debian: apt-get install python3-venv)"
 fi
+
+# Beside pip, which waits for the network as they do; whatever ends this script waits for them.
+trap wait EXIT
+compilers_and_server &
 
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check -q "$@"; }
 pip install -c constraints.txt -e '.[serve,dev]' ||

@@ -20,8 +20,9 @@ lint: install ## ruff and mypy --strict
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+# Two processes of tests at a time, and OpenMP's threads wait for each other asleep: they would spin on the other's core.
 test: lint ## lint and every test that is quick
-	$(BIN)/pytest -m "not long"
+	OMP_WAIT_POLICY=passive $(BIN)/pytest -m "not long" -n 2 --dist worksteal
 
 test-long: lint ## every test
 	$(BIN)/pytest

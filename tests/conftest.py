@@ -9,10 +9,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
-import os
 import shutil
 import signal
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -84,9 +82,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.register_profile("no deadline", deadline=None)  # a busy machine is not a failure
     hypothesis.settings.load_profile("no deadline")
-    lock = Path(tempfile.gettempdir()) / f"pagegen-tests-{os.getpid()}.lock"
-    os.environ.setdefault("PAGEGEN_TIMING_LOCK", str(lock))  # tests do not wait for who measures on this machine
-    config.add_cleanup(lambda: lock.unlink(missing_ok=True))
     for capability in CAPABILITIES:
         config.addinivalue_line("markers", f"{capability.mark}: {capability.reason}")
 
@@ -97,6 +92,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if marked and not capability.present():
             for item in marked:
                 item.add_marker(pytest.mark.skip(reason=capability.reason))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def timing_lock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Of this process's tests alone: they wait neither for who measures on this machine nor for tests beside them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PAGEGEN_TIMING_LOCK", str(tmp_path_factory.mktemp("lock") / "timing"))
+        yield
 
 
 @pytest.fixture

@@ -28,6 +28,7 @@ from pagegen.target import (
     parse_target,
     require_present,
 )
+from tests.conftest import cpu_targets
 
 
 @pytest.fixture
@@ -78,6 +79,16 @@ def test_a_processor_without_kernels_is_told_so(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.usefixtures("no_gpu")
+def test_tests_over_cpu_targets_skip_the_absent_ones_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(target_module, "detect", lambda: machine(isa=("avx2", "scalar")))
+    cases = cpu_targets(long=lambda target: target.arch == "avx2")
+    assert [case.values[0] for case in cases] == [target for target in TARGETS if target.kind == "cpu"]
+    marks = {case.id: {mark.name: mark for mark in case.marks} for case in cases}
+    skipped = {mark["skipif"].kwargs["reason"] for mark in marks.values() if mark["skipif"].args[0]}
+    assert skipped == {f"this machine does not run cpu:{arch}" for arch in ("amx", "avx512_bf16", "avx512", "neon")}
+    assert [name for name, mark in marks.items() if "long" in mark] == ["cpu:avx2"]
+
+
 def test_an_absent_target_is_refused_with_what_is_present(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(target_module, "detect", lambda: machine(isa=("avx2", "scalar")))
     require_present(parse_target("cpu:avx2"))

@@ -136,6 +136,14 @@ def pointer(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
+def number(name: str, value: float) -> float:
+    """A number as it is now: what a caller changes later may be a tensor or an array. Raises KernelError for anything else."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise KernelError(f"{name}: got a {type(value).__name__}, expected a number") from None
+
+
 def scale_tensors(scales: KVScales | None) -> tuple[torch.Tensor | None, ...]:
     """Those of the first fields of `SCALES`."""
     return (None, None, None, None) if scales is None else (scales.k_scale, scales.v_scale, scales.k_zero, scales.v_zero)
@@ -287,6 +295,7 @@ class CppAttend(_OftenCalled):
         tensors: tuple[torch.Tensor | None, ...] = (q, out, lse, k_cache, v_cache, block_table, context_lens, cu_seqlens_q)
         if extras is not NO_ATTEND_EXTRAS:
             tensors += (*scale_tensors(extras.scales), extras.alibi_slopes, extras.sinks, extras.mask)
+        scale = None if scale is None else number("scale", scale)
         settings = (scale, torch.get_num_threads(), extras.shared_prefix_len)
         call = self._thread.call
         status = call.run(*tensors) if call is not None and call.settings == settings else _OTHER_TENSORS
@@ -373,7 +382,7 @@ class CppAttend(_OftenCalled):
             *((0, 0) if lse is None else lse.stride()),
             *cache_strides(spec.kv_layout, k_cache, v_cache),
             block_table.stride(0),
-            spec.softmax_scale if scale is None else scale,
+            spec.softmax_scale if scale is None else number("scale", scale),
             torch.get_num_threads(),
             *scale_arguments(spec, extras.scales),
             *map(pointer, (extras.alibi_slopes, extras.sinks, mask)),
@@ -398,7 +407,7 @@ class CppWriteKV(_OftenCalled):
         tensors: tuple[torch.Tensor | None, ...] = (k, v, k_cache, v_cache, slot_mapping)
         if extras is not NO_WRITE_EXTRAS:
             tensors += (*scale_tensors(extras.scales), *_rotated(extras))
-        settings = (extras.eps, torch.get_num_threads())
+        settings = (number("eps", extras.eps), torch.get_num_threads())
         call = self._thread.call
         status = call.run(*tensors) if call is not None and call.settings == settings else _OTHER_TENSORS
         if status == _OTHER_TENSORS:

@@ -259,12 +259,21 @@ def require(ok: bool, name: str, got: object, want: object) -> None:
 
 def check_rows(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
     """Checks a tensor whose last dimension is dense."""
-    if tensor.shape == shape and tensor.dtype == dtype and tensor.device == device and tensor.stride(-1) == 1:
-        return  # nearly every call of a decode step ends here, a dozen times a layer
+    as_it_lies = tensor.data_ptr() != 0 and not tensor.is_neg()
+    if as_it_lies and tensor.shape == shape and tensor.dtype == dtype and tensor.device == device and tensor.stride(-1) == 1:
+        return  # nearly every check ends here, a dozen a layer
     require(tensor.shape == shape, f"{name} shape", tuple(tensor.shape), shape)
     require(tensor.dtype == dtype, f"{name} dtype", tensor.dtype, dtype)
     require(tensor.device == device, f"{name} device", tensor.device, device)
-    require(tensor.shape[-1] <= 1, f"{name} last stride", tensor.stride(-1), 1)
+    require(tensor.shape[-1] <= 1 or tensor.stride(-1) == 1, f"{name} last stride", tensor.stride(-1), 1)
+    require(tensor.data_ptr() != 0 or tensor.numel() == 0, f"{name} memory", "none", "some: no fake or functional tensor, and none that was freed")
+    require(not tensor.is_neg(), f"{name} view", "one whose numbers are negated when they are read", "what resolve_neg() gives")
+
+
+def check_tensors(**tensors: object) -> None:
+    """Checks that there is a tensor of each name."""
+    for name, tensor in tensors.items():
+        require(isinstance(tensor, torch.Tensor), name, f"a {type(tensor).__name__}", "a tensor")
 
 
 def length(tensor: torch.Tensor, dim: int = 0) -> int:
@@ -324,6 +333,9 @@ def check_attend(
 
     Raises KernelError with what was got and what is expected.
     """
+    check_tensors(
+        out=out, q=q, k_cache=k_cache, v_cache=v_cache, block_table=block_table, context_lens=context_lens, cu_seqlens_q=cu_seqlens_q
+    )
     num_blocks = check_cache(spec, k_cache, v_cache)
     check_query(spec, out, q, lse, k_cache.device)
     check_tables(block_table, context_lens, cu_seqlens_q, k_cache.device)
@@ -338,6 +350,8 @@ def check_query(
     dtype, tokens = TORCH_DTYPES[spec.dtype], length(q)
     check_rows("q", q, (tokens, spec.q_heads, spec.head_dim), dtype, device)
     check_rows("out", out, (tokens, spec.q_heads, spec.dim_v), dtype, device)
+    if any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride(), strict=True)):
+        require(False, "out strides", out.stride(), "none of 0: its rows would lie on one another")
     if (lse is not None) != spec.lse:
         require(False, "lse tensor", "none" if lse is None else "given", "one" if spec.lse else "none (spec.lse is false)")
     if lse is not None:
@@ -381,6 +395,7 @@ def check_write_kv(
     extras: WriteExtras = NO_WRITE_EXTRAS,
 ) -> int:
     """The same for write_kv; k and v come in the cache's dtype, or in spec.dtype if write_kv rotates or quantises them."""
+    check_tensors(k=k, v=v, k_cache=k_cache, v_cache=v_cache, slot_mapping=slot_mapping)
     num_blocks = check_cache(spec, k_cache, v_cache)
     raw = spec.rope is not None or spec.cache_dtype.quantised
     device, dtype, tokens = k_cache.device, TORCH_DTYPES[spec.dtype if raw else spec.cache_dtype], length(k)
@@ -412,6 +427,7 @@ def check_copy_blocks(
     spec: KernelSpec, k_cache: torch.Tensor, v_cache: torch.Tensor, pairs: torch.Tensor, scales: KVScales | None = None
 ) -> int:
     """The same for copy_blocks; also refuses a block that is both source and destination, or a destination twice."""
+    check_tensors(k_cache=k_cache, v_cache=v_cache, pairs=pairs)
     num_blocks = check_cache(spec, k_cache, v_cache)
     check_scales(spec, scales, num_blocks, k_cache.device)
     check_rows("pairs", pairs, (length(pairs), 2), torch.int64, k_cache.device)

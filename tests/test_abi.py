@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pagegen import abi
 from pagegen.abi import CppAttend
@@ -118,7 +119,7 @@ CHANGES: dict[str, tuple[KernelSpec, Callable[[Tensors], object], str | None]] =
     "cu_seqlens_q, decreasing": (PLAIN, lambda a: a["cu_seqlens_q"].copy_(torch.tensor([0, 4, 3, 7])), "never decrease"),
     "lse, none": (PLAIN, lambda a: moved(a["lse"], torch.zeros(0)), "lse shape"),
     "scale": (PLAIN, lambda a: a.update(scale=0.5), None),
-    "everything, another device": (PLAIN, lambda a: on_meta(a, *a), "k_cache device"),
+    "everything, another device": (PLAIN, lambda a: on_meta(a, *a), "k_cache memory"),
     "V in K, another layer": (LATENT, lambda a: a.update(k_cache=(k := a["k_cache"] + 1), v_cache=k[..., :16]), None),
     "V in K, in another K": (LATENT, lambda a: a.update(v_cache=a["k_cache"].clone()[..., :16]), "memory of its own"),
     "scales, elsewhere": (QUANTISED, lambda a: moved(a["extras"].scales.k_scale, torch.rand(5, 16, 2)), None),
@@ -175,7 +176,7 @@ WRITES: dict[str, tuple[Callable[[Tensors], object], str | None]] = {
     "positions, another": (lambda a: a["extras"].positions.fill_(1), None),
     "cos_sin, shorter": (lambda a: a["extras"].cos_sin.resize_(39, 16), "outside cos_sin"),
     "extras, none": (lambda a: a.update(extras=dataclasses.replace(a["extras"], q=None)), "q: got none"),
-    "everything, another device": (lambda a: on_meta(a, *(name for name in a if name != "extras")), "q device"),
+    "everything, another device": (lambda a: on_meta(a, *(name for name in a if name != "extras")), "k_cache memory"),
 }
 
 
@@ -264,3 +265,55 @@ def test_a_prepared_call_takes_what_its_tensors_hold_and_checks_it_each_time() -
         call()
     with pytest.raises(KernelError, match="lse"):
         attend.prepared(**{**args, "lse": None})
+
+
+def without_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Like a tensor that was freed."""
+    emptied = tensor.clone()
+    emptied.untyped_storage().resize_(0)
+    return emptied
+
+
+def fake(tensor: torch.Tensor) -> torch.Tensor:
+    """What torch.compile traces with."""
+    with FakeTensorMode():
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+
+@pytest.mark.parametrize("name", ["q", "k_cache", "block_table", "context_lens"])
+@pytest.mark.parametrize("made", [without_memory, fake])
+@pytest.mark.parametrize("called", [False, True])
+def test_a_tensor_without_memory_is_refused_and_not_read(name: str, made: Callable[[torch.Tensor], torch.Tensor], called: bool) -> None:
+    attend, args = kernel(PLAIN), arguments(PLAIN)
+    if called:
+        attend(**args)
+    with pytest.raises(KernelError, match=f"{name} memory: got none"):
+        attend(**{**args, name: made(args[name])})
+
+
+@pytest.mark.parametrize("name", ["out", "q", "k_cache", "cu_seqlens_q"])
+@pytest.mark.parametrize("other", ["x", None, [1.0]])
+def test_what_is_no_tensor_is_refused_by_its_name(name: str, other: object) -> None:
+    args = arguments(PLAIN)
+    with pytest.raises(KernelError, match=f"{name}: got a {type(other).__name__}, expected a tensor"):
+        kernel(PLAIN)(**{**args, name: other})
+
+
+def test_rows_of_out_may_not_lie_on_one_another_nor_numbers_be_negated_on_reading() -> None:
+    attend, args = kernel(PLAIN), arguments(PLAIN)
+    with pytest.raises(KernelError, match="out strides"):
+        attend(**{**args, "out": torch.zeros(1, PLAIN.q_heads, PLAIN.dim_v).expand(7, -1, -1)})
+    with pytest.raises(KernelError, match="q view: got one whose numbers are negated"):
+        attend(**{**args, "q": torch._neg_view(args["q"])})
+
+
+def test_a_scale_is_the_number_that_it_is_at_the_call() -> None:
+    attend, args, scale = kernel(PLAIN), arguments(PLAIN), torch.tensor(0.5)
+    attend(**args, scale=scale)  # type: ignore[arg-type]  # any number will do
+    scale.fill_(2.0)
+    attend(**args, scale=scale)  # type: ignore[arg-type]
+    expected = torch.zeros_like(args["out"])
+    kernel(PLAIN)(**{**args, "out": expected}, scale=2.0)
+    assert torch.equal(args["out"], expected)
+    with pytest.raises(KernelError, match="scale: got a list, expected a number"):
+        attend(**args, scale=[1.0, 2.0])  # type: ignore[arg-type]

@@ -208,6 +208,7 @@ inline bool read(const Call& call, void* object, const char*& address, Kind& kin
   if (!call.dl_tensor) return false;
   if (call.dl_tensor(object, &tensor)) return PyErr_Clear(), false;
   if (tensor.dims > MAX_DIMS) return false;
+  if (!tensor.data && std::find(tensor.shape, tensor.shape + tensor.dims, 0) == tensor.shape + tensor.dims) return false;  // has lost its memory
   address = static_cast<char*>(tensor.data) + tensor.byte_offset;
   kind.dtype = tensor.code | tensor.bits << 8 | tensor.lanes << 16;
   kind.device = int64_t(tensor.device_type) << 32 | uint32_t(tensor.device_id);

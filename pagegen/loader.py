@@ -58,10 +58,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
     except OSError as error:
-        raise PackageError(
-            f"{folder} is no kernel package: {MANIFEST} cannot be read ({error.strerror}); name a folder that "
-            "`pagegen tune` wrote"
-        ) from None
+        inside = sorted(str(each.parent) for each in folder.glob(f"*/{MANIFEST}"))[:1]
+        wanted = f"name {inside[0]}, which lies in it" if inside else "name a folder that `pagegen tune` wrote"
+        raise PackageError(f"{folder} is no kernel package: {MANIFEST} cannot be read ({error.strerror}); {wanted}") from None
     except (ValueError, RecursionError) as error:
         raise PackageError(f"{folder / MANIFEST} is damaged ({error}); make the package again with `pagegen tune`") from None
     version = manifest.get("format") if isinstance(manifest, dict) else None

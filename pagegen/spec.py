@@ -467,6 +467,8 @@ def parse_slug(slug: str) -> tuple[KernelSpec, Phase | None]:
             fields["window"] = int(word[1:])
         elif re.fullmatch(f"cap{_DECIMAL}", word):
             fields["soft_cap"] = float(word[3:])
+        elif word in set(Phase):
+            raise SpecError(f"spec {slug!r}: a phase stands in front of the others; write {word}-{slug.replace(f'-{word}', '', 1)}")
         else:
             raise SpecError(
                 f"spec {slug!r}: option {word!r} is not known; allowed: kv<dtype>, w<window>, cap<soft cap>, "

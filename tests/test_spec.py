@@ -289,6 +289,7 @@ def test_a_missing_field_is_named(field: str) -> None:
         ("bf16-d64-h9x2-b16-NHD", "multiple"),
         ("bf16-d64-h9x3-b16-XYZ", "XYZ"),
         ("bf16-d64-h9x3-b16-NHD-w", "option 'w'"),
+        ("bf16-d64-h9x3-b16-NHD-decode", "write decode-bf16-d64-h9x3-b16-NHD"),
         ("bf16-d64-h9x3-b16-NHD-cap1e6", "option 'cap1e6'"),
         ("bf16-d64-h9x3-b16-NHD-w0", "window=0"),
         ("bf16-d64-h9x3-b16-NHD-kvint3", "kv_dtype='int3'"),

@@ -231,6 +231,12 @@ def test_a_deterministic_package_with_a_kernel_for_each_phase_is_refused_when_wr
         PackagedKernels(path)
 
 
+def test_a_folder_around_a_package_names_the_package(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    with pytest.raises(PackageError, match=f"name {path}, which lies in it"):
+        load_package(tmp_path)
+
+
 def test_a_place_that_cannot_hold_the_package_is_named(tmp_path: Path) -> None:
     with pytest.raises(PackageError, match=r"/proc/.*--out"):
         write(Path("/proc/nowhere"))

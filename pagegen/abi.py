@@ -445,7 +445,7 @@ class CppWriteKV(_OftenCalled):
             *((0, 0) if q is None else q.stride()[:2]),
             *((0, 0) if q_out is None else q_out.stride()[:2]),
             *((0, 0) if cos_sin is None else (cos_sin.stride(0), cos_sin.shape[0])),
-            extras.eps,
+            number("eps", extras.eps),
         )
 
 

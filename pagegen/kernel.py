@@ -350,8 +350,8 @@ def check_query(
     dtype, tokens = TORCH_DTYPES[spec.dtype], length(q)
     check_rows("q", q, (tokens, spec.q_heads, spec.head_dim), dtype, device)
     check_rows("out", out, (tokens, spec.q_heads, spec.dim_v), dtype, device)
-    if any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride(), strict=True)):
-        require(False, "out strides", out.stride(), "none of 0: its rows would lie on one another")
+    spread = all(size < 2 or stride for size, stride in zip(out.shape, out.stride(), strict=True))
+    require(spread, "out strides", out.stride(), "none of 0: its rows would lie on one another")
     if (lse is not None) != spec.lse:
         require(False, "lse tensor", "none" if lse is None else "given", "one" if spec.lse else "none (spec.lse is false)")
     if lse is not None:

@@ -280,6 +280,7 @@ def fake(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty(tensor.shape, dtype=tensor.dtype)
 
 
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 @pytest.mark.parametrize("name", ["q", "k_cache", "block_table", "context_lens"])
 @pytest.mark.parametrize("made", [without_memory, fake])
 @pytest.mark.parametrize("called", [False, True])

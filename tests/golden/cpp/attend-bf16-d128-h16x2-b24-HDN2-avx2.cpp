@@ -688,12 +688,6 @@ inline void locate(const pg_attend_args& a, const int32_t* table, int64_t head, 
   if (count > 0) std::fill(tile.k + count, tile.k + up(count, W), tile.k[count - 1]);
 }
 
-// From one KV head to the next.
-inline void move_on(Tile& tile, int64_t k_stride, int64_t v_stride) {
-  for (int i = 0; i < up(tile.count, W); ++i) tile.k[i] += k_stride;
-  for (int i = 0; i < tile.count; ++i) tile.v[i] += v_stride;
-}
-
 // Tokens from `i` on, up to the end of the tile, that lie in one block.
 [[maybe_unused]] inline int run_of(const Tile& tile, int i) { return std::min(tile.count - i, BLOCK - int((tile.t + i) % BLOCK)); }
 
@@ -997,8 +991,10 @@ void run(Scratch& w, const pg_attend_args& a, int64_t s, int64_t head, int heads
     Tile& tile = tile_at(t);
     for (int h = 0; h < heads; ++h) {
       const int first = h * rows, end = first + rows;
-      if (h > 0)
-        move_on(tile, a.k_stride_head, a.v_stride_head);
+      if (h > 0) {
+        for (int i = 0; i < up(tile.count, W); ++i) tile.k[i] += a.k_stride_head;
+        for (int i = 0; i < tile.count; ++i) tile.v[i] += a.v_stride_head;
+      }
       look_ahead(w, a, ahead, h, heads);
       scores(w, first, end, packed, tile, a);
       softmax(w, first, end, tile);

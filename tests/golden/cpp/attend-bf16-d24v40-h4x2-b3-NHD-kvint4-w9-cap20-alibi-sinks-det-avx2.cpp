@@ -872,12 +872,6 @@ inline void locate(const pg_attend_args& a, const int32_t* table, int64_t head, 
   if (count > 0) std::fill(tile.k + count, tile.k + up(count, W), tile.k[count - 1]);
 }
 
-// From one KV head to the next.
-inline void move_on(Tile& tile, int64_t k_stride, int64_t v_stride) {
-  for (int i = 0; i < up(tile.count, W); ++i) tile.k[i] += k_stride;
-  for (int i = 0; i < tile.count; ++i) tile.v[i] += v_stride;
-}
-
 // Prefetches the scales of a tile: those of all heads of a token lie side by side.
 inline __attribute__((always_inline)) void fetch_scales(const pg_attend_args& a, const Tile& tile) {
   if (PREFETCH == 0) return;

@@ -721,13 +721,6 @@ inline void locate(const pg_attend_args& a, const int32_t* table, int64_t head, 
       tile.v[i] = v_token + j * a.v_stride_token;
     }
   }
-  if (count > 0) std::fill(tile.k + count, tile.k + up(count, W), tile.k[count - 1]);
-}
-
-// From one KV head to the next.
-inline void move_on(Tile& tile, int64_t k_stride, int64_t v_stride) {
-  for (int i = 0; i < up(tile.count, W); ++i) tile.k[i] += k_stride;
-  for (int i = 0; i < tile.count; ++i) tile.v[i] += v_stride;
 }
 
 // Tokens from `i` on, up to the end of the tile, that lie in one block.

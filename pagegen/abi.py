@@ -17,6 +17,7 @@ from .errors import KernelError
 from .kernel import (
     NO_ATTEND_EXTRAS,
     NO_WRITE_EXTRAS,
+    REFUSALS,
     AttendExtras,
     KVScales,
     WriteExtras,
@@ -98,20 +99,6 @@ CopyBlocksArgs = c_struct(
     ],
 )
 
-_STATUS = {
-    1: "the library needs a newer caller (args struct too small)",
-    2: "the workspace is smaller than the kernel asked for",
-    3: "cu_seqlens_q must start at 0, never decrease, and end at or before the number of rows of q",
-    4: "context_lens must be at least 0 and at most block_table width * block_size",
-    5: "block_table names a block outside the cache",
-    6: "slot_mapping, pairs, blocks or slots names a slot or block outside the cache (-1 skips a slot)",
-    7: "shared_prefix_len exceeds a context, or block_table does not begin with the same blocks for every sequence",
-    8: "positions lie outside cos_sin",
-    9: "k_scale and v_scale of a tensor or head must be positive, finite numbers",
-    10: "the system does not let this process use the matrix unit (AMX); build for cpu:avx512 instead",
-}
-
-
 class CppKernel:
     """A generated shared library, called by pointer and stride. Raises KernelError for what the library refuses."""
 
@@ -128,7 +115,7 @@ class CppKernel:
 
     def _check(self, status: int) -> None:
         if status:
-            raise KernelError(f"{self.op.value}: {_STATUS.get(status, f'status {status}')}")
+            raise KernelError(f"{self.op.value}: {REFUSALS.get(status, f'status {status}')}")
 
 
 def pointer(tensor: torch.Tensor | None) -> int | None:

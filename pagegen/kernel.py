@@ -251,6 +251,21 @@ def _strides(order: Order, cache: torch.Tensor) -> tuple[int, int, int, int]:
 # --- argument checks ---------------------------------------------------------------------------------------------
 
 
+# What a kernel says of numbers inside its tensors, by the PG_E_* of templates/cpp/abi.h.
+REFUSALS = {
+    1: "the library needs a newer caller (args struct too small)",
+    2: "the workspace is smaller than the kernel asked for",
+    3: "cu_seqlens_q must start at 0, never decrease, and end at or before the number of rows of q",
+    4: "context_lens must be at least 0 and at most block_table width * block_size",
+    5: "block_table names a block outside the cache",
+    6: "slot_mapping, pairs, blocks or slots names a slot or block outside the cache (-1 skips a slot)",
+    7: "shared_prefix_len exceeds a context, or block_table does not begin with the same blocks for every sequence",
+    8: "positions lie outside cos_sin",
+    9: "k_scale and v_scale of a tensor or head must be positive, finite numbers",
+    10: "the system does not let this process use the matrix unit (AMX); build for cpu:avx512 instead",
+}
+
+
 def require(ok: bool, name: str, got: object, want: object) -> None:
     """Raises KernelError naming both sides unless `ok`."""
     if not ok:

@@ -15,6 +15,7 @@ from .expression import FUNCTIONS, render_expression
 from .kernel import (
     NO_ATTEND_EXTRAS,
     NO_WRITE_EXTRAS,
+    REFUSALS,
     TORCH_DTYPES,
     AttendExtras,
     KVScales,
@@ -23,7 +24,7 @@ from .kernel import (
     check_copy_blocks,
     check_write_kv,
 )
-from .spec import DType, KernelSpec, KVScale, Order, Rope
+from .spec import DType, KernelSpec, KVScale, Op, Order, Rope
 from .transfer import check_gather_blocks, check_relayout, check_scatter_blocks
 
 
@@ -54,12 +55,38 @@ def scale_tensors(scales: KVScales) -> list[torch.Tensor]:
     return [tensor for tensor in (scales.k_scale, scales.v_scale, scales.k_zero, scales.v_zero) if tensor is not None]
 
 
-def _require_usable(spec: KernelSpec, scales: KVScales | None) -> None:
-    """Raises KernelError for a scale of a tensor or head that is not a positive, finite number, as a kernel does."""
+def _refuse_unless(ok: torch.Tensor | bool, op: Op, status: int) -> None:
+    """Raises KernelError with a kernel's words, unless `ok`, or all of it."""
+    if not torch.as_tensor(ok).all():
+        raise KernelError(f"{op.value}: {REFUSALS[status]}")
+
+
+def _refuse_scales(spec: KernelSpec, op: Op, scales: KVScales | None) -> None:
     if scales is not None and spec.kv_scale is not KVScale.TOKEN_HEAD:
-        for name, scale in (("k_scale", scales.k_scale), ("v_scale", scales.v_scale)):
-            if not ((scale > 0) & scale.isfinite()).all():
-                raise KernelError(f"{name}: got {scale.tolist()}, expected positive, finite numbers")
+        for scale in (scales.k_scale, scales.v_scale):
+            _refuse_unless((scale > 0) & scale.isfinite(), op, 9)
+
+
+def _refuse_blocks(op: Op, blocks: torch.Tensor, cache: torch.Tensor) -> None:
+    _refuse_unless((blocks >= 0) & (blocks < len(cache)), op, 6)
+
+
+def _refuse_slots(op: Op, slots: torch.Tensor, cache: torch.Tensor, block_size: int) -> None:
+    _refuse_unless((slots >= -1) & (slots < len(cache) * block_size), op, 6)
+
+
+def _refuse_batch(
+    spec: KernelSpec, q: torch.Tensor, blocks: int, block_table: torch.Tensor, lens: torch.Tensor, cu: torch.Tensor, prefix: int
+) -> None:
+    """What attend refuses of a batch, in a kernel's order."""
+    _refuse_unless(bool(cu[0] == 0 and cu[-1] <= len(q)), Op.ATTEND, 3)
+    for s, context in enumerate(lens.tolist()):
+        _refuse_unless(bool(cu[s] <= cu[s + 1]), Op.ATTEND, 3)
+        _refuse_unless(0 <= context <= block_table.shape[1] * spec.block_size, Op.ATTEND, 4)
+        shared = prefix // spec.block_size
+        _refuse_unless(prefix <= context and torch.equal(block_table[s, :shared], block_table[0, :shared]), Op.ATTEND, 7)
+        needed = block_table[s, : -(-context // spec.block_size)]
+        _refuse_unless((needed >= 0) & (needed < blocks), Op.ATTEND, 5)
 
 
 def dequantise(spec: KernelSpec, stored: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None) -> torch.Tensor:
@@ -81,6 +108,9 @@ def quantise(
 
     With `scale` (broadcasting against [T, kv_heads]) rows are divided by it and saturate. Without, each row gets its own:
     its largest magnitude, or with kv_zero its range, fills the type; a row of zeros has scale 0 and stands for zeros.
+
+    Infinity saturates, and NaN is stored as NaN or, where the type has none, as its least number. A row's own scale is infinite
+    or NaN where a number of the row is, so that none of it is read as a finite one.
     """
     low, high = _LIMITS[spec.cache_dtype]
     zero = None
@@ -96,7 +126,7 @@ def quantise(
     elif spec.cache_dtype is DType.INT4:
         steps, low, high = steps + 8.0, 0.0, 15.0
     if spec.cache_dtype in (DType.INT8, DType.INT4):
-        steps = steps.round()
+        steps = steps.round().nan_to_num(nan=low)
     stored = steps.clamp(low, high).to(TORCH_DTYPES[spec.cache_dtype])
     if spec.cache_dtype is DType.INT4:
         first, second = stored.chunk(2, dim=-1)
@@ -184,7 +214,8 @@ class ReferenceKernels:
         """See pagegen.kernel for the shapes."""
         spec = self.spec
         check_attend(spec, out, q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, lse, extras)
-        _require_usable(spec, extras.scales)
+        _refuse_scales(spec, Op.ATTEND, extras.scales)
+        _refuse_batch(spec, q, len(k_cache), block_table, context_lens, cu_seqlens_q, extras.shared_prefix_len)
         starts: list[int] = cu_seqlens_q.tolist()
         for s, context in enumerate(context_lens.tolist()):
             rows = slice(starts[s], starts[s + 1])
@@ -266,7 +297,10 @@ class ReferenceKernels:
         """See pagegen.kernel for the shapes. Rotation is in float64, rounded to fp32 before quantisation."""
         spec, layout, scales = self.spec, self.spec.kv_layout, extras.scales
         check_write_kv(spec, k, v, k_cache, v_cache, slot_mapping, extras)
-        _require_usable(spec, scales)
+        _refuse_scales(spec, Op.WRITE_KV, scales)
+        _refuse_slots(Op.WRITE_KV, slot_mapping, k_cache, spec.block_size)
+        if extras.positions is not None and extras.cos_sin is not None:
+            _refuse_unless((extras.positions >= 0) & (extras.positions < len(extras.cos_sin)), Op.WRITE_KV, 8)
         if extras.q is not None and extras.q_out is not None and extras.positions is not None and extras.cos_sin is not None:
             q, k_rows = extras.q.double(), k.double()
             if extras.q_weight is not None and extras.k_weight is not None:
@@ -300,6 +334,7 @@ class ReferenceKernels:
     ) -> None:
         """See pagegen.kernel for the shapes."""
         check_copy_blocks(self.spec, k_cache, v_cache, pairs, scales)
+        _refuse_blocks(Op.COPY_BLOCKS, pairs, k_cache)
         for tensor in _moved(self.spec, k_cache, v_cache, scales):
             tensor[pairs[:, 1]] = tensor[pairs[:, 0]]
 
@@ -314,6 +349,7 @@ class ReferenceKernels:
     ) -> None:
         """See pagegen.transfer for the shapes."""
         check_gather_blocks(self.spec, k_cache, v_cache, blocks, staging, scales)
+        _refuse_blocks(Op.GATHER_BLOCKS, blocks, k_cache)
         parts = [tensor[blocks].flatten(1).view(torch.uint8) for tensor in _moved(self.spec, k_cache, v_cache, scales)]
         staging.copy_(torch.cat(parts, dim=1))
 
@@ -328,6 +364,7 @@ class ReferenceKernels:
     ) -> None:
         """See pagegen.transfer for the shapes."""
         check_scatter_blocks(self.spec, k_cache, v_cache, blocks, staging, scales)
+        _refuse_blocks(Op.SCATTER_BLOCKS, blocks, k_cache)
         begin = 0
         for tensor in _moved(self.spec, k_cache, v_cache, scales):
             end = begin + tensor.shape[1:].numel() * tensor.element_size()
@@ -349,6 +386,8 @@ class ReferenceKernels:
         """See pagegen.transfer for the shapes."""
         spec = self.spec
         check_relayout(spec, k_cache, v_cache, source_k, source_v, slots, source, scales, source_scales)
+        _refuse_slots(Op.RELAYOUT, slots[:, 0], source_k, source.block_size)
+        _refuse_slots(Op.RELAYOUT, slots[:, 1], k_cache, spec.block_size)
         read, written = slots[(slots >= 0).all(1)].unbind(1)
         there, here = ((s // cache.block_size, s % cache.block_size) for s, cache in ((read, source), (written, spec)))
         layout, theirs = spec.kv_layout, source.kv_layout

@@ -16,8 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagegen.build import build_kernels
-from pagegen.errors import SpecError
-from pagegen.kernel import TORCH_DTYPES, PagedKernels, allocate_cache
+from pagegen.check.case import Fault
+from pagegen.check.compare import invoke
+from pagegen.check.suite import quick_suite
+from pagegen.check.tensors import materialise
+from pagegen.errors import KernelError, SpecError
+from pagegen.kernel import REFUSALS, TORCH_DTYPES, AttendExtras, PagedKernels, allocate_cache
 from pagegen.reference import ReferenceKernels, token_view
 from pagegen.spec import DType, KernelSpec, KVLayout
 from pagegen.target import parse_target
@@ -295,3 +299,26 @@ def test_block_ids_past_65536_are_told_apart(make: Maker) -> None:
     cache.v[3], cache.v[65539] = -1.0, 7.0
     out, _ = cache.attend(make(spec), [[65539]], [1], [1])
     assert float(out[0, 0, 0]) == 7.0
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", [fault for fault in Fault if fault not in (Fault.ARGS_SIZE, Fault.WORKSPACE, Fault.PREFIX_TOO_LONG)])
+def test_numbers_that_a_kernel_refuses_are_refused_in_its_words(fault: Fault) -> None:
+    """The gate's own wrong arguments; of the three left out two are a library's, and one is that of its driver."""
+    spec = KernelSpec.from_dict({"q_heads": 4, "kv_heads": 2, "head_dim": 16, "rope": "neox", "kv_dtype": "fp8_e4m3", "kv_scale": "head"})
+    cases = [case for case in quick_suite(spec) if case.fault is fault]
+    assert cases
+    for case in cases:
+        with pytest.raises(KernelError) as caught:
+            invoke(getattr(ReferenceKernels(spec), case.op.value), case, materialise(case))
+        assert str(caught.value) == f"{case.op.value}: {REFUSALS[fault.status]}"
+
+
+def test_a_shared_prefix_longer_than_a_context_is_refused() -> None:
+    spec = fp32(lse=False)
+    out = torch.zeros(1, 1, 8)
+    table, lens, cu = (torch.tensor(values, dtype=torch.int32) for values in ([[0, 1]], [5], [0, 1]))
+    with pytest.raises(KernelError, match="shared_prefix_len exceeds a context"):
+        ReferenceKernels(spec).attend(out, out.clone(), *allocate_cache(spec, 2), table, lens, cu, extras=AttendExtras(shared_prefix_len=8))

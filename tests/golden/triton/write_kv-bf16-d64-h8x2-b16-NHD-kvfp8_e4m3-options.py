@@ -56,6 +56,12 @@ def inverse(scale):
 
 
 @triton.jit
+def magnitude(x):
+    """As an integer that compares alike; a NaN is larger than any number."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
 def stored(steps):
     """Multiples of a scale as fp8_e4m3, rounded to nearest even, saturated."""
     bits = tl.minimum(tl.maximum(steps, LOW), HIGH).to(tl.int32, bitcast=True)
@@ -94,7 +100,8 @@ def write_k(
         x = tl.where(inside, x, 0.0)
         scale_at = head * scale_stride_head
         is_head = head < KV_HEADS
-        by = tl.div_rn(tl.max(tl.abs(x), 1, keep_dims=True), HIGH)
+        top = tl.max(magnitude(x), 1, keep_dims=True).to(tl.float32, bitcast=True)
+        by = tl.div_rn(top, HIGH)
         tl.store(scale + scale_at, by, mask=is_head)
         item = stored(x * inverse(by))
         target = k_cache + head * stride_head + (dim // K_PACK) * stride_dim + dim % K_PACK
@@ -122,7 +129,8 @@ def write_v(
         x = tl.load(v + head * src_stride_head + dim, mask=inside, other=0.0).to(tl.float32)
         scale_at = head * scale_stride_head
         is_head = head < KV_HEADS
-        by = tl.div_rn(tl.max(tl.abs(x), 1, keep_dims=True), HIGH)
+        top = tl.max(magnitude(x), 1, keep_dims=True).to(tl.float32, bitcast=True)
+        by = tl.div_rn(top, HIGH)
         tl.store(scale + scale_at, by, mask=is_head)
         item = stored(x * inverse(by))
         target = v_cache + head * stride_head + (dim // 1) * stride_dim + dim % 1

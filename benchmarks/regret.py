@@ -10,8 +10,8 @@ in kernels that share compiles (shared_compile.py). Then the best 30 are compile
 side by side. Of the others a sample is gated: that all are correct is shown elsewhere (docs/coverage.md). An interrupted
 run is continued by the same command.
 
-The replay runs the tuner's own search (study, sampler, pruning, static ranking), the default first, and looks up what each
-config took. A search has found a good config once one whose time, as measured again, is within 2 % of the best is among the
+The replay runs the tuner's own search (study, sampler, pruning, static ranking, configs that do the same being one), the
+default first, and looks up what each config, or its measured like, took. A search has found a good config once one whose time, as measured again, is within 2 % of the best is among the
 finalists that `pagegen tune` would choose then. What counts is how many configs were evaluated up to that.
 """
 
@@ -27,7 +27,7 @@ import os
 import random
 import statistics
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,7 @@ from pagegen.tuning.machine import working
 from pagegen.tuning.measure import Measurement
 from pagegen.tuning.pruning import Judge
 from pagegen.tuning.search import Progress, search
+from pagegen.tuning.static_same import signature_of
 from pagegen.tuning.stopping import StopRule
 from pagegen.tuning.storage import open_storage
 from pagegen.tuning.study import BucketStudy
@@ -311,7 +312,7 @@ class Truth:
     target: Target
     workload: Workload
     threads: int
-    space: ConfigSpace
+    space: ConfigSpace  # of each config of it one that does the same was measured
     seconds: Mapping[str, float]  # of the default, by batch
     once: Mapping[Config, Sequence[float]]  # what the search is told; nothing for a config that failed
     again: Mapping[Config, Sequence[float]]
@@ -325,17 +326,31 @@ class Truth:
         names = list(values["knobs"])
         knobs = [Knob(name, tuple(values["knobs"][name]), values["default"][name]) for name in names]
         rows = {Config(tuple(zip(names, row, strict=False))): row[len(names) :] for row in values["configs"]}
+        spec, target = KernelSpec.from_dict(values["spec"]), parse_target(values["target"])
         return cls(
             path.stem,
-            KernelSpec.from_dict(values["spec"]),
-            parse_target(values["target"]),
+            spec,
+            target,
             Workload.from_dict(values["workload"]),
             values["environment"]["threads"],
-            only(set(rows), knobs),
+            ConfigSpace(tuple(knobs), template_for(Op.ATTEND, spec, target).space(spec, target).constraints),
             values["seconds"],
             {config: once for config, (_, once, _) in rows.items()},
             {config: again for config, (*_, again) in rows.items() if again},
         )
+
+    @functools.cached_property
+    def signature(self) -> Callable[[Config], Hashable]:
+        """What `pagegen tune` tells by which configs do the same."""
+        return functools.cache(signature_of(self.spec, self.target, self.workload, self.threads))
+
+    @functools.cached_property
+    def _measured(self) -> dict[Hashable, Config]:
+        return {self.signature(config): config for config in self.once}
+
+    def like(self, config: Config) -> Config:
+        """The measured config that does the same."""
+        return self._measured[self.signature(config)]
 
     @functools.cached_property
     def scores(self) -> dict[Config, float]:
@@ -355,7 +370,7 @@ class Truth:
 
     def evaluate(self, config: Config, judge: Judge) -> Evaluation:
         """What the evaluator would say, from the file: pruned where the judge wants it so."""
-        values, ratios, points = config.to_dict(), self.once[config], in_order(self.workload)
+        values, ratios, points = config.to_dict(), self.once[self.like(config)], in_order(self.workload)
         if not ratios:
             return Evaluation(Status.BUILD_ERROR, values, "it failed when it was measured")
         for step, (point, ratio) in enumerate(zip(points, ratios, strict=True)):
@@ -378,14 +393,16 @@ def trials_until_found(truth: Truth, sampler: str, seed: int, first: Sequence[Co
     """Configs that a search evaluates until a good one is among its finalists, or until it gives up after `most`; `first`
     are tried after the default."""
     storage, total = optuna.storages.InMemoryStorage(), min(len(truth.once), most or len(truth.once))
-    study = BucketStudy(storage, truth.name, truth.space, {}, seed=seed, total=total, sampler=sampler)
+    study = BucketStudy(
+        storage, truth.name, truth.space, {}, seed=seed, total=total, sampler=sampler, signature=truth.signature
+    )
     study.enqueue(first)
 
     def watch(_: Progress) -> None:
         evaluations = study.by_trial()
         finalists = choose_finalists(evaluations, truth.space.default, truth.workload.points)
         known = {config_of(found) for found in evaluations}  # the default is a finalist before it was measured
-        if any(config in truth.good for config in finalists.values() if config in known):
+        if any(truth.like(config) in truth.good for config in finalists.values() if config in known):
             raise Found
 
     try:
@@ -405,7 +422,7 @@ def ranking(truth: Truth) -> list[Config]:
 def spearman(truth: Truth, order: Sequence[Config]) -> float:
     """Rank correlation of the static model's order with the measured one."""
     places = {config: place for place, config in enumerate(sorted(truth.scores, key=truth.scores.__getitem__))}
-    both = [config for config in order if config in places]
+    both = [config for config in map(truth.like, order) if config in places]
     return statistics.correlation(range(len(both)), [places[config] for config in both])
 
 

@@ -1,7 +1,8 @@
 """What was tried and what to try next: one Optuna study a bucket, asked and told by hand.
 
 A trial is COMPLETE when its config passed, PRUNED when it did not (so that the sampler learns to stay away), FAIL when
-the process that evaluated it died. The Evaluation rides in the trial's user attributes.
+the process that evaluated it died, or when its config is known: told again, what is known would weigh twice, and a
+sampler would end by proposing little else (docs/regret.md). The Evaluation rides in the trial's user attributes.
 
 Processes on any number of machines share a study, and no config is evaluated by two of them. There is no lock: the
 number that the storage gives a trial is a ticket. Who has drawn one waits until every earlier trial that is still being
@@ -35,7 +36,7 @@ from pagegen.tuning.lease import BEAT_SECONDS, LEASE, Heartbeat, holder
 from pagegen.tuning.pruning import Judge
 from pagegen.tuning.sampling import Coding, digest, make_sampler
 
-MAX_REPEATS = 8  # proposals in a row that are known already, before one is chosen that is not
+MAX_REPEATS = 3  # proposals in a row that are known already, before one is chosen that is not
 MAX_LOSSES = 2  # evaluations of one config that died with their process, before it counts as failing: it is retried once
 LOOKS = 4096  # configs around the best one that are looked at for one that is not known, before there is said to be none
 CHOICE_SECONDS = 0.05  # between two looks at a trial that another process is choosing
@@ -64,7 +65,7 @@ class _Book:
 
     kind: Callable[[Config], int]
     evaluated: dict[Config, tuple[int, Evaluation]] = dataclasses.field(default_factory=dict)
-    answers: dict[int, tuple[int, Evaluation]] = dataclasses.field(default_factory=dict)
+    answers: dict[int, int] = dataclasses.field(default_factory=dict)  # by kind, the first trial that says what it is worth
     running: set[Config] = dataclasses.field(default_factory=set)
     queued: set[Config] = dataclasses.field(default_factory=set)
     taken: set[int] = dataclasses.field(default_factory=set)  # kinds that are at work or queued
@@ -249,17 +250,17 @@ class BucketStudy:
         raise AssertionError  # it counts for ever
 
     def _take(self, trial: optuna.Trial) -> Claim | None:
-        """Claims a proposal, or answers it from the record if it is known or not allowed."""
+        """Claims a proposal, or ends it if it is known or not allowed."""
         config = self._coding.decode(trial.params)
         broken = self.space.broken(config.to_dict())
         if broken:
             self._refuse(trial, TrialState.PRUNED, broken)
             return None
         book = self._book(self._await_earlier(trial.number), before=trial.number)
-        if answer := book.answers.get(self._kind(config)):
-            number, known = answer
-            trial.set_user_attr("duplicate_of", number)
-            self._tell(trial.number, known)
+        answer = book.answers.get(self._kind(config))
+        if answer is not None:
+            trial.set_user_attr("duplicate_of", answer)
+            self._study.tell(trial, state=TrialState.FAIL)
         elif config in book:
             self._refuse(trial, TrialState.FAIL, "another process is evaluating it or its like, or will")
         elif len(book) >= self.total:
@@ -447,7 +448,7 @@ class BucketStudy:
             evaluation = self._content(trial)[1]
             if evaluation:
                 book.evaluated.setdefault(config, (trial.number, evaluation))
-                book.answers.setdefault(self._kind(config), (trial.number, evaluation))
+                book.answers.setdefault(self._kind(config), trial.number)
             elif trial.state is TrialState.RUNNING and LEASE in trial.user_attrs:
                 book.running.add(config)
                 book.taken.add(self._kind(config))

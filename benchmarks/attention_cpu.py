@@ -451,6 +451,8 @@ def main() -> None:
     if options.list:
         print(*(f"{batch.name}  {batch.point.kv_bytes(batch.spec) / 1e6:.1f} MB" for batch in chosen), sep="\n")
         return
+    if not chosen:
+        sys.exit("no batch has such a name; --list names them all")
     torch.set_num_threads(options.threads or detect().threads)
     target = parse_target(options.target)
     folder = options.out / target.slug / "attention_cpu"

@@ -116,13 +116,15 @@ def _cpp_attend_space(spec: KernelSpec, target: Target) -> ConfigSpace:
             (too_large, Constraint(lambda v: int(v.get("tile_few", 0)) <= int(v["tile_kv"]), "tile_few exceeds tile_kv")),
         )
 
+    # Where products are quick, what a tile costs otherwise is shared by more.
+    wide = products(spec, target) == "pairs" and not (spec.v_in_k or spec.deterministic)
     # Rows that share the packing of a tile: too few, and it costs; too many, and a causal tile computes what nobody sees.
     if spec.v_in_k:
         tile_q = 1 << (min(16, MAX_LATENT_GROUP // group).bit_length() - 1)  # at most 128 rows
     else:
-        tile_q = min(64, max(16, 1 << (128 // group).bit_length() - 1))
-    wide = products(spec, target) == "pairs" and not (spec.v_in_k or spec.deterministic)
-    tile_kv = 128 if wide else 64  # where products are quick, what a tile costs otherwise is shared by more
+        rows, most = (256, 128) if wide else (128, 64)
+        tile_q = min(most, max(16, 1 << (rows // group).bit_length() - 1))
+    tile_kv = 128 if wide else 64
     # Two tiles of all heads, this one and the one that is prefetched, are to stay in the second cache beside what else is there.
     token = spec.kv_heads * (spec.k_width + (0 if spec.v_in_k else spec.v_width)) * spec.cache_dtype.itemsize
     tile_few = max(16, min(64, 1 << (TILE_BYTES // token).bit_length() - 1)) if token <= TILE_BYTES else 16
@@ -135,7 +137,7 @@ def _cpp_attend_space(spec: KernelSpec, target: Target) -> ConfigSpace:
     return ConfigSpace(
         (
             power_of_two("tile_kv", 16, 256, tile_kv, "tokens of one online-softmax step"),
-            power_of_two("tile_q", 1 if spec.v_in_k else 4, 64, tile_q, "query tokens of one work item in prefill"),
+            power_of_two("tile_q", 1 if spec.v_in_k else 4, 256, tile_q, "query tokens of one work item in prefill"),
             power_of_two("split_kv", 256, 8192, 1024, "tokens of one work item in decode; the parts are combined"),
             *(() if spec.deterministic else (few,)),  # deterministic: decode and prefill take the same tiles
             Knob("row_block", (1, 2, 3, 4, 6, 8), direct, "query rows that share a loaded K or V vector, decode"),

@@ -1,5 +1,5 @@
 // attend cpu:avx512_bf16 bf16-d64-h9x3-b16-NHD-kvfp8_e4m3
-// tile_kv=128 tile_q=32 split_kv=1024 tile_few=16 row_block=3 row_block_packed=6 pack_rows=16 prefetch=1
+// tile_kv=128 tile_q=64 split_kv=1024 tile_few=16 row_block=3 row_block_packed=6 pack_rows=16 prefetch=1
 //
 // A row is one query token of one query head. A work item is a tile of rows of one sequence that share a KV head,
 // and a range of that sequence's tokens: in decode the range is cut into parts of SPLIT_KV tokens, always at the same
@@ -630,7 +630,7 @@ using C = fp8_e4m3;  // cache
 constexpr int up(int n, int to) { return (n + to - 1) / to * to; }
 constexpr int KV_HEADS = 3, GROUP = 3;
 constexpr int D = 64, DV = 64, BLOCK = 16;
-constexpr int TILE_KV = 128, TILE_Q = 32, SPLIT_KV = 1024;
+constexpr int TILE_KV = 128, TILE_Q = 64, SPLIT_KV = 1024;
 constexpr int ROW_BLOCK = 3, ROW_BLOCK_PACKED = 6;
 constexpr int PACK_ROWS = 16, PREFETCH = 1, TILE_FEW = 16;
 constexpr bool CAUSAL = true;

@@ -133,6 +133,8 @@ def _cpp_attend_space(spec: KernelSpec, target: Target) -> ConfigSpace:
     if spec.kv_layout.k_order is Order.HDN:  # whole blocks: a part of one is a part of each of its rows
         tile_few = max(tile_few, min(128, 1 << (spec.block_size - 1).bit_length()))
         tile_kv = max(tile_kv, tile_few)
+    # Where memory is slower than the work, and its queue fills: not where stored numbers take long to read.
+    again = 0 if spec.cache_dtype.quantised or target.machine != "x86_64" or target.arch == "scalar" else 3
     few = Knob("tile_few", (16, 32, 64, 128), tile_few, "the same where an item has few rows, as in decode; at most tile_kv")
     return ConfigSpace(
         (
@@ -144,6 +146,7 @@ def _cpp_attend_space(spec: KernelSpec, target: Target) -> ConfigSpace:
             Knob("row_block_packed", (2, 4, 6, 8, 12), 6, "the same where the tile is packed first, prefill"),
             Knob("pack_rows", packing, 32 if spec.v_in_k else 16, "from this many rows on, K and V tiles are packed first"),
             Knob("prefetch", (0, 1, 2), 1, "tiles ahead that are prefetched through the block table"),
+            Knob("prefetch_again", (0, 1, 3), again, "how often a line of them is prefetched again: a full queue may drop it"),
         ),
         (too_large,),
     )

@@ -54,6 +54,7 @@ class Share:
     rows: Rows
     last: Rows | None
     prefetch: int  # tiles ahead
+    again: int  # times that a line of them is prefetched again
     folds: int = 0  # tokens after which a deterministic item that cuts queries merges what it has
     heads: int = 1  # KV heads of one item
 
@@ -95,7 +96,7 @@ def _share(
     rows = _rows(spec, target, knobs, matrix, queries if cuts_keys else size, context)
     last = _rows(spec, target, knobs, matrix, left, context) if left else None
     folds = min(context, knobs["split_kv"]) if spec.deterministic and not cuts_keys else 0
-    return Share(count, queries, context, cuts_keys, size, rows, last, knobs["prefetch"], folds)
+    return Share(count, queries, context, cuts_keys, size, rows, last, knobs["prefetch"], knobs["prefetch"] and knobs.get("prefetch_again", 0), folds)
 
 
 def _rows(

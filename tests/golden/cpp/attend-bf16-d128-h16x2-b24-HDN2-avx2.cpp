@@ -1,5 +1,5 @@
 // attend cpu:avx2 bf16-d128-h16x2-b24-HDN2
-// tile_kv=64 tile_q=16 split_kv=1024 tile_few=64 row_block=4 row_block_packed=6 pack_rows=16 prefetch=1
+// tile_kv=64 tile_q=16 split_kv=1024 tile_few=64 row_block=4 row_block_packed=6 pack_rows=16 prefetch=1 prefetch_again=3
 //
 // A row is one query token of one query head. A work item is a tile of rows of one sequence that share a KV head,
 // and a range of that sequence's tokens: in decode the range is cut into parts of SPLIT_KV tokens, always at the same
@@ -501,8 +501,10 @@ constexpr int V_SPANS = TILE_KV;  // pieces of memory that a tile may lie in
 // Memory of the tile ahead, prefetched line by line beside the work on a tile: in the order of memory, which is the order that
 // the processor's own prefetchers and the memory's open rows like, and at an even pace, for a burst would fill the queue of
 // misses that the work's own loads stand in.
+// It fills all the same where the work is quicker than memory, and then AMD's processors drop prefetches: lines of a while ago are
+// prefetched again, which costs next to nothing where they have come.
 struct Span {
-  const char *at, *end;
+  const char *at, *end, *from;
 };
 template <int MOST>
 struct Ahead {
@@ -514,7 +516,7 @@ struct Ahead {
   void add(const C* from, int64_t bytes) {
     const char* at = reinterpret_cast<const char*>(from);
     if (last > list && last[-1].end == at) last[-1].end += bytes;
-    else if (last < list + MOST) *last++ = {at, at + bytes};
+    else if (last < list + MOST) *last++ = {at, at + bytes, at};
   }
   // `lines` lines from `at` on, across the ends of spans. No call, inlined by force: a call takes the sums of a loop out of their
   // registers, and to GCC a function that only prefetches does nothing, and its call may go.
@@ -524,7 +526,7 @@ struct Ahead {
         if (next == last) return {};
         at = *next++;
       }
-      __builtin_prefetch(at.at, 0, 2);
+      __builtin_prefetch(at.at, 0, 3);
     }
     return at;
   }
@@ -544,7 +546,12 @@ struct Pace {
   inline __attribute__((always_inline)) void fetch() {
     if (now.end - now.at >= N * 64) {
 #pragma GCC unroll 16
-      for (int i = 0; i < N; ++i) __builtin_prefetch(now.at + i * 64, 0, 2);
+      for (int i = 0; i < N; ++i) {
+        __builtin_prefetch(now.at + i * 64, 0, 3);
+        __builtin_prefetch(now.at + i * 64 - std::min<int64_t>(512, now.at + i * 64 - now.from), 0, 3);
+        __builtin_prefetch(now.at + i * 64 - std::min<int64_t>(1024, now.at + i * 64 - now.from), 0, 3);
+        __builtin_prefetch(now.at + i * 64 - std::min<int64_t>(2048, now.at + i * 64 - now.from), 0, 3);
+      }
       now.at += N * 64;
     } else {
       now = ahead.walk(now, N);

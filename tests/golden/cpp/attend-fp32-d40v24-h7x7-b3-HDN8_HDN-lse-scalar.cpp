@@ -1,5 +1,5 @@
 // attend cpu:scalar fp32-d40v24-h7x7-b3-HDN8_HDN-lse
-// tile_kv=64 tile_q=64 split_kv=1024 tile_few=32 row_block=1 row_block_packed=6 pack_rows=16 prefetch=1
+// tile_kv=64 tile_q=64 split_kv=1024 tile_few=32 row_block=1 row_block_packed=6 pack_rows=16 prefetch=1 prefetch_again=0
 //
 // A row is one query token of one query head. A work item is a tile of rows of one sequence that share a KV head,
 // and a range of that sequence's tokens: in decode the range is cut into parts of SPLIT_KV tokens, always at the same
@@ -526,7 +526,9 @@ struct Pace {
   inline __attribute__((always_inline)) void fetch() {
     if (now.end - now.at >= N * 64) {
 #pragma GCC unroll 16
-      for (int i = 0; i < N; ++i) __builtin_prefetch(now.at + i * 64, 0, 2);
+      for (int i = 0; i < N; ++i) {
+        __builtin_prefetch(now.at + i * 64, 0, 2);
+      }
       now.at += N * 64;
     } else {
       now = ahead.walk(now, N);

@@ -7,9 +7,11 @@ A batch takes what its launches take, one after the other. A launch takes LAUNCH
   compute  multiplications of whole tiles, padding included, over the matrix peak, and exponentials over theirs: of r
            programs that share a multiprocessor, the phases overlap, those of one follow each other
 
-Both bandwidths are cut to what the loads in flight can sustain (Little 1961): resident programs * the tiles that the
-pipeline has under way, a LATENCY. All three are stretched by how unevenly programs fall on multiprocessors: whole waves,
-and never less than the longest program.
+Both bandwidths are cut to what the loads in flight can sustain (Little 1961): resident programs * the bytes that each has
+under way, a LATENCY; and to what the multiprocessors that have programs take in, PORT a clock each. A program has under way
+what its shared memory holds beyond the tile that it works on, or half a tile: V, while it multiplies K. That is read from its
+binary, as the compiler makes one of several num_stages. All three are stretched by how unevenly programs fall on
+multiprocessors: whole waves, and never less than the longest program.
 
 Assumed: nominal peaks of the device named in DEVICES; two kernels that follow each other in a stream cost LAUNCH each; an
 exponential is a sixteenth of the FP32 rate (a multiprocessor's 16 of 256 operations a cycle; CUDA C++ programming guide,
@@ -33,6 +35,9 @@ from pagegen.tuning.workload import Point
 
 LAUNCH = 2e-6  # seconds
 LATENCY = 600e-9  # seconds of a load from memory under load
+# Bytes a clock from the second cache into one multiprocessor: CDNA's L1 asks for 64 a clock (ROCm Compute Profiler, vL1D); of
+# what A100's L2 gives in all, a multiprocessor's share is 47 (A100 white paper).
+PORT = 64
 CACHE = 3.0  # A100's L2: 5120 bytes a cycle, 3.5 times its memory (A100 white paper); MI300X: 17.2 TB/s, 3.2 times (CDNA 3)
 OLD_MATRIX = 0.63
 MERGE = "merge"  # the kernel that combines parts
@@ -48,22 +53,24 @@ class Device:
     bandwidth: float  # bytes a second
     matrix: float  # operations a second
     fp32: float  # operations a second, without a matrix unit
+    clock: float  # hertz, at which these are reached
     source: str
 
 
 DEVICES = {
-    "sm_80": Device("A100 SXM 80 GB", 108, 2.039e12, 312e12, 19.5e12, "NVIDIA A100 datasheet"),
-    "sm_86": Device("A10", 72, 0.6e12, 125e12, 31.2e12, "NVIDIA A10 datasheet"),
-    "sm_89": Device("L40S", 142, 0.864e12, 362e12, 91.6e12, "NVIDIA L40S datasheet"),
-    "sm_90": Device("H100 SXM", 132, 3.35e12, 989e12, 67e12, "NVIDIA H100 datasheet"),
-    "sm_100": Device("B200", 148, 8e12, 2250e12, 75e12, "NVIDIA HGX B200 datasheet, an eighth"),
-    "sm_120": Device("RTX 5090", 170, 1.792e12, 209.5e12, 104.8e12, "NVIDIA RTX Blackwell architecture white paper"),
-    "gfx90a": Device("MI250X, one die", 110, 1.638e12, 191.5e12, 23.9e12, "AMD Instinct MI250X datasheet, half"),
-    "gfx942": Device("MI300X", 304, 5.3e12, 1307.4e12, 163.4e12, "AMD Instinct MI300X datasheet"),
-    "gfx950": Device("MI355X", 256, 8e12, 2516.6e12, 157.3e12, "AMD Instinct MI355X datasheet"),
-    "gfx1100": Device("RX 7900 XTX", 96, 0.96e12, 122.8e12, 61.4e12, "AMD Radeon RX 7900 XTX product page"),
+    "sm_80": Device("A100 SXM 80 GB", 108, 2.039e12, 312e12, 19.5e12, 1.41e9, "NVIDIA A100 datasheet"),
+    "sm_86": Device("A10", 72, 0.6e12, 125e12, 31.2e12, 1.695e9, "NVIDIA A10 datasheet"),
+    "sm_89": Device("L40S", 142, 0.864e12, 362e12, 91.6e12, 2.52e9, "NVIDIA L40S datasheet"),
+    "sm_90": Device("H100 SXM", 132, 3.35e12, 989e12, 67e12, 1.98e9, "NVIDIA H100 datasheet"),
+    "sm_100": Device("B200", 148, 8e12, 2250e12, 75e12, 1.98e9, "NVIDIA HGX B200 datasheet, an eighth"),
+    "sm_120": Device("RTX 5090", 170, 1.792e12, 209.5e12, 104.8e12, 2.407e9, "NVIDIA RTX Blackwell architecture white paper"),
+    "gfx90a": Device("MI250X, one die", 110, 1.638e12, 191.5e12, 23.9e12, 1.7e9, "AMD Instinct MI250X datasheet, half"),
+    "gfx942": Device("MI300X", 304, 5.3e12, 1307.4e12, 163.4e12, 2.1e9, "AMD Instinct MI300X datasheet"),
+    "gfx950": Device("MI355X", 256, 8e12, 2516.6e12, 157.3e12, 2.4e9, "AMD Instinct MI355X datasheet"),
+    "gfx1100": Device("RX 7900 XTX", 96, 0.96e12, 122.8e12, 61.4e12, 2.5e9, "AMD Radeon RX 7900 XTX product page"),
 }
 _OWN_MATRIX = {"sm_90": "HGMMA", "sm_100": "UTCMMA"}  # the instruction that reaches the peak, where an older one runs too
+_COPIES = ("LDGSTS", "UTMALDG")  # into shared memory, asynchronously
 _MATRIX = ("HMMA", "HGMMA", "UTCMMA", "MFMA", "WMMA")
 
 
@@ -125,11 +132,10 @@ def _part_bytes(spec: KernelSpec, point: Point) -> int:
 
 
 def _attend_seconds(spec: KernelSpec, target: Target, config: Config, point: Point, launch: Launch) -> float:
-    device, used, knobs = DEVICES[target.arch], launch.resources, config.to_dict()
-    tile_kv, stages = int(knobs["tile_kv"]), int(knobs["num_stages"])
+    device, used, tile_kv = DEVICES[target.arch], launch.resources, int(config.to_dict()["tile_kv"])
     programs = _programs(spec, point, launch, tile_kv)
     whole, count, longest = sum(t * n for t, n in programs.items()), sum(programs.values()), max(programs)
-    assert used.occupancy is not None and used.threads is not None
+    assert used.occupancy is not None and used.threads is not None and used.shared_memory is not None
     resident = max(1, round(used.occupancy * target.max_threads / used.threads))
 
     def uneven(places: int) -> float:
@@ -138,10 +144,11 @@ def _attend_seconds(spec: KernelSpec, target: Target, config: Config, point: Poi
 
     tile_bytes = tile_kv * (spec.head_dim + (0 if spec.v_in_k else spec.dim_v)) * spec.cache_dtype.bits / 8
     active = min(count, device.processors * resident)
-    in_flight = active * tile_bytes * max(stages - 1, 0.5) / LATENCY
+    under_way = active * max(used.shared_memory - tile_bytes, tile_bytes / 2) / LATENCY
+    sustained = min(under_way, min(count, device.processors) * PORT * device.clock)
     written = launch.parts * _part_bytes(spec, point) if launch.parts > 1 else point.io_bytes(spec) / 2
-    memory = (point.kv_bytes(spec) + point.io_bytes(spec) / 2 + written) / min(device.bandwidth, in_flight)
-    cache = whole * tile_bytes / min(CACHE * device.bandwidth, in_flight)
+    memory = (point.kv_bytes(spec) + point.io_bytes(spec) / 2 + written) / min(device.bandwidth, sustained)
+    cache = whole * tile_bytes / min(CACHE * device.bandwidth, sustained)
     scores = whole * launch.rows * tile_kv
     dims = _padded(spec.head_dim) + _padded(spec.dim_v)
     multiply = 2 * scores * dims / _peak(spec, target, used)
@@ -149,7 +156,12 @@ def _attend_seconds(spec: KernelSpec, target: Target, config: Config, point: Poi
     compute = max(multiply, exponentials) + min(multiply, exponentials) / resident
     loads = max(memory, cache) * uneven(active)
     compute *= uneven(device.processors)
-    return LAUNCH + max(loads, compute) + (min(loads, compute) / resident if stages == 1 else 0.0)
+    return LAUNCH + max(loads, compute) + (0.0 if _loads_ahead(target, used) else min(loads, compute) / resident)
+
+
+def _loads_ahead(target: Target, used: Resources) -> bool:
+    """Whether a program loads while it multiplies. AMD's loads ahead look like any other: taken for granted there."""
+    return target.kind != "cuda" or any(used.instructions.get(name) for name in _COPIES)
 
 
 def _programs(spec: KernelSpec, point: Point, launch: Launch, tile_kv: int) -> Counter[int]:

@@ -95,31 +95,52 @@ def test_of_configs_that_launch_the_same_the_first_given_is_kept() -> None:
 def test_every_gpu_target_has_nominal_limits_with_a_source() -> None:
     assert set(DEVICES) == {target.arch for target in TARGETS if target.kind != "cpu"}
     assert all(device.source and device.bandwidth > 1e11 and device.matrix > device.fp32 for device in DEVICES.values())
+    for device in DEVICES.values():  # 64 or 128 multiply-adds of a multiprocessor a clock
+        assert any(device.fp32 / device.processors / device.clock == pytest.approx(each, rel=0.01) for each in (128, 256))
 
 
 @given(
     st.sampled_from([SM_90, GFX942]),
     st.sampled_from([16, 32, 64, 128]),
-    st.integers(1, 4),
+    st.integers(0, 4),
     st.sampled_from([1, 2, 8]),
     st.sampled_from(["1x1@1", "3x1@77", "64x1@4096", "1x512@512", "2x37@411+1x5@5"]),
 )
 @settings(max_examples=60)
-def test_no_gpu_estimate_beats_the_roofline_and_a_deeper_pipeline_never_hurts(
-    target: Target, tile_kv: int, stages: int, parts: int, batch: str
+def test_no_gpu_estimate_beats_the_roofline_and_more_loads_under_way_never_hurt(
+    target: Target, tile_kv: int, tiles: int, parts: int, batch: str
 ) -> None:
     point = Point.parse(batch)
     device = DEVICES[target.arch]
-    launches = launched(used(target), Workload(Phase.MIXED, (point,)), parts=parts)[point.name]
+    (one, *merge) = launched(used(target), Workload(Phase.MIXED, (point,)), parts=parts)[point.name]
     if max(point.query_lens) > 1:  # a program for every four tokens, and one more a sequence, as the launcher has it
-        grid = (sum(point.query_lens) // 4 + len(point.query_lens), SPEC.kv_heads, parts)
-        launches = (dataclasses.replace(launches[0], grid=grid), *launches[1:])
+        one = dataclasses.replace(one, grid=(sum(point.query_lens) // 4 + len(point.query_lens), SPEC.kv_heads, parts))
     shallow, deep = (
-        static_gpu.seconds_of(SPEC, target, config(tile_kv=tile_kv, num_stages=each), point, launches)
-        for each in (stages, min(4, stages + 1))
+        static_gpu.seconds_of(SPEC, target, config(tile_kv=tile_kv), point, (holding(one, each * tile_kv * 512), *merge))
+        for each in (tiles, tiles + 1)
     )
     moved = point.kv_bytes(SPEC) + point.io_bytes(SPEC)
     assert deep <= shallow and deep >= max(moved / device.bandwidth, point.flops(SPEC) / device.matrix)
+
+
+def holding(launch: Launch, shared: int) -> Launch:
+    """A launch with so many bytes of shared memory, as often resident as before."""
+    return dataclasses.replace(launch, resources=dataclasses.replace(launch.resources, shared_memory=shared))
+
+
+def test_configs_of_one_binary_are_estimated_alike_whichever_is_drawn_first() -> None:
+    launches = launched(used(SM_90, shared=74240))
+    configs = [config(tile_kv=128, split_below=0, num_stages=stages, num_warps=4) for stages in (1, 2, 3, 4)]
+    scores = {rank(SPEC, SM_90, DECODE, order, launches=dict.fromkeys(configs, launches))[0].score for order in (configs, configs[::-1])}
+    assert len(scores) == 1
+
+
+@pytest.mark.parametrize("target", [SM_90, GFX942])
+def test_few_programs_do_not_take_all_the_bandwidth(target: Target) -> None:
+    point, device = Point.parse("1x1@8192"), DEVICES[target.arch]
+    (one,) = launched(used(target), Workload(Phase.DECODE, (point,)))[point.name]
+    seconds = static_gpu.seconds_of(SPEC, target, config(target), point, (holding(one, 1 << 24),))
+    assert seconds >= point.kv_bytes(SPEC) / (SPEC.kv_heads * static_gpu.PORT * device.clock)
 
 
 def test_one_long_sequence_is_estimated_faster_in_parts_and_many_are_not() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from pagegen.kernel import PagedKernels
@@ -149,6 +149,17 @@ def bench(
             if watch:
                 watch(point.name)
     return rows, Conditions.of(taken)
+
+
+def limit_notes(rows: Sequence[Row], limits: Iterable[Mapping[str, Any]]) -> list[str]:
+    """What is amiss with the shares of rooflines (`Roofline.to_dict()`), a line each; none if nothing is."""
+    notes = []
+    if raised := dict.fromkeys(name for each in limits for name in each.get("raised", ())):
+        names = ", ".join("{} with {} threads".format(*name.rsplit(" ", 1)) for name in raised)
+        notes.append(f"limits measured below those of 1 thread, twice, so that 1 thread's are taken: {names}")
+    if any((row.roofline or 0) > 1 for row in rows):
+        notes.append("shares of the roofline above 100 %: others used the machine while its limits were measured, so they are too low")
+    return notes
 
 
 def noise(rows: Sequence[Row]) -> float:

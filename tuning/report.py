@@ -9,7 +9,7 @@ from typing import Any
 
 from pagegen.paths import write_atomic
 from pagegen.render import environment
-from pagegen.tuning.contest import Conditions, Row, table
+from pagegen.tuning.contest import Conditions, Row, limit_notes, table
 from pagegen.tuning.record import by_limits
 from pagegen.tuning.roofline import Roofline
 
@@ -21,8 +21,10 @@ def write_report(
 ) -> Path:
     """Writes `folder`/report.md and returns it."""
     columns, lines = table(rows, intervals=True)
+    limits = by_limits(document)
+    notes = limit_notes(rows, [each for each, _ in limits])
     text = environment().get_template("report/tune.md.jinja").render(
-        document=document, columns=columns, lines=lines, conditions=conditions, limits=by_limits(document)
+        document=document, columns=columns, lines=lines, conditions=conditions, limits=limits, notes=notes
     )
     write_atomic(folder / "report.md", text)
     return folder / "report.md"

@@ -76,7 +76,7 @@ def kernel(
 
     from pagegen.package import load_package
     from pagegen.target import detect
-    from pagegen.tuning.contest import bench, table
+    from pagegen.tuning.contest import bench, limit_notes, table
     from pagegen.tuning.roofline import measure_roofline
     from pagegen.tuning.workloads import select
 
@@ -111,6 +111,8 @@ def kernel(
         note(conditions.line)
         if conditions.disturbance.line:
             note(conditions.disturbance.line)
+    for line in limit_notes(rows, [roofline.to_dict()] if roofline else []):
+        note(line)
     print_table(f"{loaded.name}: time of the others over the package's", *table(rows))
 
 

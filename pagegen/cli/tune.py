@@ -328,6 +328,9 @@ def show_decision(document: Mapping[str, Any], rows: Sequence[Row]) -> None:
 
 def show(result: TuneResult) -> None:
     """The outcome for people."""
+    from pagegen.tuning.contest import limit_notes
+    from pagegen.tuning.record import by_limits
+
     show_decision(result.document, result.rows)
     note_workload(result.document["workload"])
     trials, counts = result.document["trials"], result.document["counts"]
@@ -341,8 +344,8 @@ def show(result: TuneResult) -> None:
             f"the machine was busy: times are known to within {result.document['noise']:.0%} only, and small gains were not "
             "believed; when it is quiet, start afresh under another name: --study quiet"
         )
-    if any((row.get("roofline") or 0) > 1 for row in result.document["rows"]):
-        note("shares of the roofline above 100 %: others used the machine while its limits were measured, so they are too low")
+    for line in limit_notes(result.rows, [limits for limits, _ in by_limits(result.document)]):
+        note(line)
     if result.conditions and result.conditions.disturbance.line:
         note(result.conditions.disturbance.line)
     note(f"package: {result.package} (installed: generate, chat and serve find it)\nreport:  {result.report}")

@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,15 +11,18 @@ from pagegen.build.cpp import compile_library
 from pagegen.kernel import allocate_bytes
 from pagegen.paths import TEMPLATES
 from pagegen.resources import cpu_resources
-from pagegen.spec import DType, KernelSpec, parse_slug
-from pagegen.target import Hardware, Target, detect
+from pagegen.spec import DType, KernelSpec, Phase, parse_slug
+from pagegen.target import Hardware, Target, best_cpu, detect
 from pagegen.tuning import roofline
+from pagegen.tuning.contest import Row, limit_notes
+from pagegen.tuning.decide import decide
 from pagegen.tuning.machine import NO_DISTURBANCE
-from pagegen.tuning.measure import Interval
-from pagegen.tuning.report import roofline_svg
+from pagegen.tuning.measure import Interval, Measurement
+from pagegen.tuning.report import roofline_svg, write_report
 from pagegen.tuning.roofline import Limits, Roofline, level_sizes, measure_roofline, thread_counts
 from pagegen.tuning.workload import Point, cold_bytes
 from tests.conftest import cpu_targets
+from tests.tuning.fake_record import make_record
 
 KNOWN = Roofline(
     levels={"L2": {1: 1000}, "L3": {1: 10_000}, "memory": {1: 10**6}},
@@ -68,6 +72,52 @@ def test_every_level_and_number_of_threads_is_measured() -> None:
     for values in (*found.bandwidth.values(), found.fp32):
         assert list(values) == counts and all(0 < rate.low <= rate.median <= rate.high for rate in values.values())
     assert Roofline.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+
+
+class FakeLoops:
+    """Loops that take no time."""
+
+    def read(self, address: int, num_bytes: int, threads: int, repeats: int = 1) -> None: ...
+
+    def fma(self, threads: int) -> int:
+        return 1000 * threads
+
+    def bf16(self, threads: int) -> int:
+        return 0
+
+
+@pytest.mark.parametrize(("second", "raised"), [(5e-7, ()), (1.0, ("L1d 2",))], ids=["quiet the second time", "disturbed twice"])
+def test_what_two_threads_read_slower_than_one_is_measured_again_and_never_taken(
+    second: float, raised: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[str]] = []
+
+    def fake(calls: dict[str, object], anchor: str, *, seconds: float) -> Measurement:
+        asked.append(list(calls))
+        late = 1.0 if len(asked) == 1 else second
+        return Measurement(anchor, {name: (late if name == "L1d 2" else 1e-6,) * 5 for name in calls}, 0)
+
+    monkeypatch.setattr(roofline, "measure", fake)
+    monkeypatch.setattr(roofline, "limits", lambda target: FakeLoops())
+    monkeypatch.setattr(roofline, "detect", lambda: Hardware("x", ("avx2",), 2, 2, None, {"L1d": 32 << 10}))
+    found = measure_roofline(best_cpu())
+    assert asked[1:] == [["L1d 2"]] and found.raised == raised
+    one, two = (found.bandwidth["L1d"][count].median for count in (1, 2))
+    assert two == one if raised else two > one
+    assert Roofline.from_dict(found.to_dict()) == found and Roofline.from_dict(KNOWN.to_dict() | {"raised": []}) == KNOWN
+
+
+def test_what_is_amiss_with_shares_of_the_roofline_is_said(tmp_path: Path) -> None:
+    interval = Interval(1.0, 1.0, 1.0)
+    rows = [Row(Phase.DECODE, "1x1@1", "default", interval, interval, 1.0, 1.0, 5, share) for share in (0.5, 6.48)]
+    limits = KNOWN.to_dict() | {"raised": ["L1d 2"]}
+    assert limit_notes(rows[:1], [KNOWN.to_dict()]) == []
+    raised, low = limit_notes(rows, [limits])
+    assert "L1d with 2 threads" in raised and "above 100 %" in low and "too low" in low
+    record = make_record()
+    document = {**record.facts, "roofline": limits, **decide(record).document, "package": ""}
+    report = write_report(tmp_path, document, rows).read_text()
+    assert all(f"{line[1:]}.\n" in report for line in (raised, low))
 
 
 def test_levels_are_read_where_they_are_and_the_last_cache_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:

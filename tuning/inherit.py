@@ -73,11 +73,11 @@ def source_hash(source: Source) -> str:
 
 
 def comparable(environment: Mapping[str, Any]) -> dict[str, Any]:
-    """An environment, or what has one's fields, as it counts in an identity: a device by one of its names."""
+    """An environment, or what has one's fields, as it counts in an identity: a device by one of its names, and not how OpenMP was set."""
     hardware = dict(environment.get("hardware", {}))
     if "device" in hardware:
         hardware["device"] = device_name(hardware["device"])
-    return {**environment, "hardware": hardware}
+    return {name: value for name, value in environment.items() if name != "openmp"} | {"hardware": hardware}
 
 
 def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

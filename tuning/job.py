@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -177,11 +178,24 @@ def tune(
         document = {**record.facts, **decided.document}
         with evaluator.busy():  # it compiles what the cache has lost, write_kv and copy_blocks
             package = _write_package(folder / "package", spec, where, evaluator.default, decided, document)
+        _tell(say, _redecided(folder, document))
         installed = _install(package, spec, where, decided, say) if install else None
         places = {"package": str(package), "installed": str(installed) if installed else None, "report": str(folder / "report.md")}
         document = write_record(folder, record, {**decided.document, **places})
         report = write_report(folder, document, decided.rows, decided.conditions)
     return TuneResult(package, installed, report, decided.winners, decided.rows, decided.conditions, document)
+
+
+def _redecided(folder: Path, document: Mapping[str, Any]) -> list[str]:
+    """That a run without a new trial replaces the decision before it, and how its tables changed."""
+    if document["trials"]["new"]:
+        return []
+    try:
+        before = {phase: table["rows"] for phase, table in json.loads((folder / TUNE).read_text())["dispatch"].items()}
+    except (OSError, ValueError, LookupError):  # there is none, or a damaged one
+        return []
+    rows = [f"{phase} {before.get(phase, 0)} rows before, {table['rows']} now" for phase, table in document["dispatch"].items()]
+    return [f"no new trial: the finals were timed again, and decide anew: {'; '.join(rows)}"]
 
 
 def _require_gated(evaluator: Evaluator, trials: Mapping[Phase, Sequence[tuple[int, Evaluation]]]) -> None:

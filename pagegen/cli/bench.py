@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import math
+import os
 import time
 from pathlib import Path
 from typing import Annotated
@@ -77,6 +78,7 @@ def kernel(
     from pagegen.package import load_package
     from pagegen.target import detect
     from pagegen.tuning.contest import bench, limit_notes, table
+    from pagegen.tuning.machine import openmp_settings
     from pagegen.tuning.roofline import measure_roofline
     from pagegen.tuning.workloads import select
 
@@ -104,7 +106,7 @@ def kernel(
         shape = {"package": loaded.name, "spec": loaded.spec.to_dict(), "target": loaded.target.name}
         limits = {"roofline": roofline.to_dict() if roofline else None}
         plain = {"conditions": conditions.to_dict() if conditions else None, "rows": [row.to_dict() for row in rows]}
-        print_json({**shape, "threads": torch.get_num_threads(), **limits, **plain})
+        print_json({**shape, "threads": torch.get_num_threads(), "openmp": openmp_settings(os.environ), **limits, **plain})
         return
     note(f"{loaded.spec.slug} on {loaded.target.name}; a batch is SEQUENCESxQUERIES@CONTEXT")
     if conditions:

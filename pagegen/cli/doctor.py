@@ -81,7 +81,8 @@ def _openmp() -> tuple[str, str]:
         return "a program with OpenMP compiles but does not run", "install the compiler's OpenMP library (libgomp1)"
     if threads > useful:
         return f"{threads} threads on {useful} usable cores", f"export OMP_NUM_THREADS={useful}"
-    return f"{threads} threads on {useful} usable cores", ""
+    fewer = "" if threads == useful else f"; tune and bench kernel use all {useful}, whatever OMP_NUM_THREADS says"
+    return f"{threads} threads on {useful} usable cores{fewer}", ""
 
 
 def _torch() -> tuple[str, str]:

@@ -242,6 +242,14 @@ def phases_of(package: Path) -> list[Phase]:
     return [row.phase for row in DispatchTable.from_dict(read_manifest(package)["dispatch"]["attend"]).rows]
 
 
+def test_a_run_without_a_new_trial_says_that_it_decides_anew(tmp_path: Path) -> None:
+    now = {"trials": {"new": 0}, "dispatch": {"decode": {"rows": 1}}}
+    assert job._redecided(tmp_path, now) == [], "nothing is replaced"
+    (tmp_path / "tune.json").write_text(json.dumps({"dispatch": {"decode": {"rows": 3}}}))
+    assert job._redecided(tmp_path, now) == ["no new trial: the finals were timed again, and decide anew: decode 3 rows before, 1 now"]
+    assert job._redecided(tmp_path, now | {"trials": {"new": 1}}) == []
+
+
 @pytest.mark.usefixtures("untimed")
 def test_a_phase_that_is_tuned_by_itself_keeps_the_others(tmp_path: Path) -> None:
     whole = tune(SLUG, trials=6, out=tmp_path)

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from pagegen.errors import ConfigError
-from pagegen.tuning.machine import Disturbance, Watch, exclusive, pinned_threads, working
+from pagegen.tuning.inherit import comparable
+from pagegen.tuning.machine import Disturbance, Watch, exclusive, openmp_settings, pinned_threads, working
 
 ROOT = Path(__file__).parents[2]
 HOLD = """
@@ -38,6 +39,12 @@ def holder(lock: Path, log: Path, times: int, seconds: float) -> subprocess.Pope
 def wait_for_line(log: Path) -> None:
     while not (log.exists() and log.read_text()):
         threading.Event().wait(0.01)
+
+
+def test_openmp_settings_are_recorded_and_make_no_other_study() -> None:
+    found = openmp_settings({"OMP_WAIT_POLICY": "passive", "PATH": "/bin", "GOMP_SPINCOUNT": "0"})
+    assert found == {"GOMP_SPINCOUNT": "0", "OMP_WAIT_POLICY": "passive"}
+    assert comparable({"threads": 2, "openmp": found}) == comparable({"threads": 2})
 
 
 def test_timings_of_two_processes_do_not_overlap(tmp_path: Path) -> None:

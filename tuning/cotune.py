@@ -37,7 +37,9 @@ from pagegen.tuning.beside import compare
 from pagegen.tuning.contest import Conditions
 from pagegen.tuning.job import TuneResult, results_folder, tune
 from pagegen.tuning.measure import Interval, Measurement, mean_of_medians
+from pagegen.tuning.record import ENVIRONMENT, INTERVAL
 from pagegen.tuning.search import Progress
+from pagegen.tuning.shape import ANY, FLAG, NUMBER, POSITIVE, REST, TEXT, Shape, parse, require
 from pagegen.tuning.workload import Point
 from pagegen.tuning.workloads import Selection, select_phases
 
@@ -46,6 +48,21 @@ RECORD = "cotune.json"
 BLOCK_SIZES = (16, 32, 64)  # the spec's own beside them
 COPIES = 1 / 256  # of a sequence's blocks a step: each is forked once in so many tokens, and its last block copied
 RULE = "least step x bytes a token; of those that noise does not tell apart from it, the least memory wasted"
+DOCUMENT: Shape = {  # what reports show of it
+    "spec": {name: ANY for name in ("dtype", "q_heads", "kv_heads", "head_dim")},
+    "environment": ENVIRONMENT,
+    **{name: TEXT for name in ("target", "rule", "chosen")},
+    "pairs": [
+        {
+            "name": TEXT,
+            "step": INTERVAL,
+            **{name: NUMBER for name in ("attend", "write_kv", "copies", "wasted", "bytes_per_token")},
+            "cost": POSITIVE,
+            "front": FLAG,
+        }
+    ],
+    "refused": {REST: TEXT},
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -278,10 +295,14 @@ def read_cotuned(folder: Path) -> dict[str, Any]:
     """What `cotune` wrote. Raises ConfigError for a file that is damaged or of another format."""
     path = folder / RECORD
     try:
-        document = json.loads(path.read_text())
+        document = parse(path.read_text(encoding="utf-8"))
+        require({"format": ANY}, document)
         version = document["format"]
-    except (OSError, ValueError, RecursionError, LookupError, TypeError) as error:
+        if type(version) is int and version == FORMAT:
+            require(DOCUMENT, document)
+            if not any(pair["front"] for pair in document["pairs"]):
+                raise ValueError("pairs has none on the front")
+            return dict(document)
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"record {path} cannot be read ({type(error).__name__}: {error}); run `pagegen tune` again") from None
-    if version != FORMAT:
-        raise ConfigError(f"record {path} has format {version!r}, this pagegen reads format {FORMAT}; run `pagegen tune` again")
-    return dict(document)
+    raise ConfigError(f"record {path} has format {version!r}, this pagegen reads format {FORMAT}; run `pagegen tune` again")

@@ -21,33 +21,105 @@ from pagegen.paths import write_atomic
 from pagegen.records import Evaluation
 from pagegen.space import Config
 from pagegen.spec import KernelSpec, Phase
+from pagegen.tuning.dispatch import MAX_CELLS
 from pagegen.tuning.machine import Disturbance, Setting
 from pagegen.tuning.measure import Measurement
-from pagegen.tuning.roofline import Roofline
+from pagegen.tuning.roofline import MEMORY, Roofline
+from pagegen.tuning.shape import ANY, FLAG, KNOB, NULL, NUMBER, POSITIVE, REST, TEXT, WHOLE, Shape, parse, require
 from pagegen.tuning.workload import Point, Workload
 
 FORMAT = 2
 TUNE, TRIALS, UNEVALUATED, TIMINGS = "tune.json", "trials.jsonl", "unevaluated.jsonl", "timings.jsonl"
-FACTS: Mapping[str, type] = {
-    "format": int,
-    "spec": dict,
-    "target": str,
-    "environment": dict,
-    "workload": dict,
-    "workloads": dict,
-    "studies": dict,
-    "ancestors": dict,
-    "seed": int,
-    "trials": dict,
-    "finalists": dict,
+CONFIG: Shape = {REST: KNOB}
+INTERVAL = {name: POSITIVE for name in ("median", "low", "high")}
+DISTURBANCE: Shape = {REST: NUMBER}
+ENVIRONMENT: Shape = {"hardware": {REST: ANY}, "toolchain": {REST: ANY}, "threads": WHOLE}
+ROOFLINE: Shape = {
+    "levels": {MEMORY: {REST: POSITIVE}, REST: {REST: POSITIVE}},
+    "bandwidth": {MEMORY: {REST: INTERVAL}, REST: {REST: INTERVAL}},
+    "fp32": {REST: INTERVAL},
+    "bf16": {REST: INTERVAL},
+    "disturbance": DISTURBANCE,
 }
-
-LATER: Mapping[str, type | tuple[type, ...]] = {  # facts that an older record may lack
-    "roofline": (dict, type(None)),
-    "stopped": dict,
-    "warm_start": list,
-    "carried": dict,
-    "rooflines": dict,
+CELL: Shape = [WHOLE, WHOLE, WHOLE]
+FACTS: Mapping[str, Shape] = {  # of what `_check` and those who read a field look at more closely, as much as reports show
+    "format": WHOLE,
+    "spec": {name: ANY for name in ("dtype", "q_heads", "kv_heads", "head_dim", "layout", "block_size")},
+    "target": TEXT,
+    "environment": ENVIRONMENT,
+    "workload": {
+        "name": TEXT,
+        "points": WHOLE,
+        "timed": WHOLE,
+        "digests": {REST: TEXT},
+        "max_context?": (NULL, WHOLE),
+        "cut?": WHOLE,
+        "spans?": {REST: [CELL, CELL]},
+        "moved?": {REST: NUMBER},
+    },
+    "workloads": {REST: {"points": {REST: POSITIVE}}},
+    "studies": {REST: TEXT},
+    "ancestors": {REST: [{"study": TEXT, "differences": [TEXT], "reused": WHOLE}]},
+    "seed": NUMBER,
+    "trials": {"resumed": WHOLE, "new": WHOLE, "lost": WHOLE},
+    "finalists": {REST: {"default": CONFIG, REST: CONFIG}},
+}
+LATER: Mapping[str, Shape] = {  # facts that an older record may lack
+    "roofline": (NULL, ROOFLINE),
+    "stopped": {REST: TEXT},
+    "warm_start": [{"phase": TEXT, "config": CONFIG, "source": TEXT}],
+    "carried": {REST: WHOLE},
+    "rooflines": {REST: (NULL, ROOFLINE)},
+}
+DECIDED: Mapping[str, Shape] = {  # what reports show of it
+    "winner": [
+        {
+            **{name: TEXT for name in ("phase", "bucket", "kernel")},
+            "config": CONFIG,
+            **{name: POSITIVE for name in ("median", "speedup")},
+            **{name: [POSITIVE, POSITIVE] for name in ("interval", "speedup_interval")},
+            "confirmed": FLAG,
+            "roofline": (NULL, NUMBER),
+        }
+    ],
+    "noise": NUMBER,
+    "rows": [
+        {
+            **{name: TEXT for name in ("phase", "point", "name")},
+            **{name: INTERVAL for name in ("seconds", "ratio")},
+            **{name: POSITIVE for name in ("gbs", "gflops")},
+        }
+    ],
+    "package": TEXT,
+    "counts?": {REST: WHOLE},
+    "files?": {f"{name}?": TEXT for name in (TRIALS, UNEVALUATED, TIMINGS)},
+}
+DOCUMENT: Shape = {**FACTS, **{f"{name}?": shape for name, shape in LATER.items()}, **DECIDED}
+LINES: Mapping[str, Shape] = {
+    TRIALS: {
+        "study": TEXT,
+        "trial": WHOLE,
+        "status": TEXT,
+        "config": CONFIG,
+        "reason": TEXT,
+        "score": (NULL, POSITIVE),
+        "timings": {REST: {**INTERVAL, "rounds": WHOLE}},
+        **{f"{name}?": {REST: ANY} for name in ("environment", "conditions", "kernels", "estimate")},
+        **{f"{name}?": NUMBER for name in ("seconds", "gate_seconds")},
+        **{f"{name}?": (NULL, NUMBER) for name in ("noise", "roofline", "partial")},
+        "source?": TEXT,
+    },
+    UNEVALUATED: {"study": TEXT, "trial": WHOLE, "status": TEXT, "reason": TEXT, "config": (NULL, CONFIG)},
+    TIMINGS: {
+        **{name: TEXT for name in ("round", "phase", "point", "anchor")},
+        "seconds": {REST: [POSITIVE]},
+        "seed": NUMBER,
+        "disturbance": DISTURBANCE,
+        "setting": (
+            NULL,
+            {"warm": FLAG, "rotated_bytes": WHOLE, "threads": WHOLE, "pinned": FLAG, "huge_pages": (NULL, NUMBER)},
+        ),
+    },
 }
 
 Rounds = Mapping[Phase, Mapping[Point, Measurement]]
@@ -150,7 +222,7 @@ def read_record(folder: Path) -> tuple[Record, dict[str, Any]]:
     document = _document(folder)
     try:
         files = {TRIALS: None, TIMINGS: None, **document.get("files", {})}  # older records name none
-        lines = {name: _lines(folder / name, digest) for name, digest in files.items()}
+        lines = {name: list(_lines(folder / name, digest)) for name, digest in files.items()}
         studies = {name: Phase(phase) for phase, name in document["studies"].items()}
         trials: dict[Phase, list[tuple[int, Evaluation]]] = {phase: [] for phase in studies.values()}
         for line in lines[TRIALS]:
@@ -175,7 +247,7 @@ def read_record(folder: Path) -> tuple[Record, dict[str, Any]]:
         _check(record)
     except OtherRun as error:
         raise ConfigError(f"record {folder} is of several runs: {error}; run `pagegen tune` again, to its end") from None
-    except (KeyError, TypeError, ValueError, AttributeError, PagegenError) as error:
+    except (KeyError, TypeError, ValueError, RecursionError, PagegenError) as error:
         raise ConfigError(f"record {folder} is damaged ({type(error).__name__}: {error}); run `pagegen tune` again") from None
     return record, document
 
@@ -185,24 +257,40 @@ class OtherRun(Exception):
 
 
 def _check(record: Record) -> None:
-    """Raises KeyError or ValueError for a record that decisions cannot be made from."""
-    record.spec, record.rooflines  # noqa: B018  # read now
-    wrong = [name for name, kind in LATER.items() if name in record.facts and not isinstance(record.facts[name], kind)]
-    if wrong:
-        raise ValueError(f"{wrong[0]!r} is of another type")
+    """Raises KeyError or ValueError for a record that decisions cannot be made from, though each of its parts is what it has to be."""
+    record.spec  # noqa: B018  # read now
     for suggestion in record.facts.get("warm_start", []):
         Phase(suggestion["phase"])
-    wrong = [name for name in ("digests", "spans", "moved") if not isinstance(record.facts["workload"].get(name, {}), dict)]
-    if wrong:
-        raise ValueError(f"{wrong[0]!r} of the workload is of another type")
+    if not record.workloads:
+        raise ValueError("it has no phase")
     for phase, workload in record.workloads.items():
         names, points = record.finalists[phase], set(workload.points)
+        if len({point.shape for point in points}) > MAX_CELLS:
+            raise ValueError(f"{phase} has batches of more than {MAX_CELLS} shapes")
+        passed = [found.config.keys() for _, found in record.trials[phase] if found.score is not None]
+        if any(not passed[0] <= knobs for knobs in passed):
+            raise ValueError(f"{TRIALS} lacks knobs of {phase}")
         rounds = [record.contest] + [record.finals] * (len(names) > 1)
         if any(its.get(phase, {}).keys() != points for its in rounds):
             raise ValueError(f"{TIMINGS} lacks batches of {phase}")
-        for measured in (*record.finals.get(phase, {}).values(), *record.contest[phase].values()):
+        finals, contest = record.finals.get(phase, {}).values(), record.contest[phase].values()
+        for measured in (*finals, *contest):
             if not {"default", measured.anchor} <= measured.seconds.keys():
                 raise ValueError(f"{TIMINGS} lacks the default")
+            lengths = {len(values) for values in measured.seconds.values()}
+            if len(lengths) > 1 or 0 in lengths:
+                raise ValueError(f"{TIMINGS} has contenders of {phase} with other numbers of samples, or none")
+        if any(measured.seconds.keys() != names.keys() for measured in finals):
+            raise ValueError(f"{TIMINGS} has other finalists of {phase} than {TUNE}")
+        if limits := record.rooflines[phase]:
+            settings = [measured.setting for measured in contest if measured.setting]
+            _check_limits(limits, {record.facts["environment"]["threads"], *(setting.threads for setting in settings)})
+
+
+def _check_limits(limits: Roofline, threads: set[int]) -> None:
+    rates = [limits.fp32, *[limits.bf16] * bool(limits.bf16), *limits.levels.values(), *limits.bandwidth.values()]
+    if not limits.levels.keys() <= limits.bandwidth.keys() or any(not threads <= each.keys() for each in rates):
+        raise ValueError(f"the roofline lacks limits of {', '.join(map(str, sorted(threads)))} threads")
 
 
 def find_record(root: Path, spec_slug: str, target: str | None = None, workload: str = "default") -> Path:
@@ -224,17 +312,18 @@ def find_record(root: Path, spec_slug: str, target: str | None = None, workload:
 def _document(folder: Path) -> dict[str, Any]:
     path = folder / TUNE
     try:
-        document = json.loads(path.read_text())
+        document = parse(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{folder} holds no record of a tuning run: {TUNE} cannot be read ({error.strerror}); name another folder") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"record {path} is damaged ({error}); run `pagegen tune` again") from None
     version = document.get("format") if isinstance(document, dict) else None
-    if version != FORMAT:
+    if type(version) is not int or version != FORMAT:
         raise ConfigError(f"record {path} has format {version!r}, this pagegen reads format {FORMAT}; run `pagegen tune` again")
-    wrong = [name for name, kind in FACTS.items() if not isinstance(document.get(name), kind)]
-    if wrong:
-        raise ConfigError(f"record {path} is damaged ({wrong[0]!r} is missing or of another type); run `pagegen tune` again")
+    try:
+        require(DOCUMENT, document)
+    except ValueError as error:
+        raise ConfigError(f"record {path} is damaged ({error}); run `pagegen tune` again") from None
     return dict(document)
 
 
@@ -246,7 +335,13 @@ def _lines(path: Path, digest: str | None) -> Iterator[dict[str, Any]]:
         raise ConfigError(f"{path.name} cannot be read ({error.strerror})") from None
     if digest not in (None, hashlib.sha256(data).hexdigest()):
         raise OtherRun(f"{path.name} is not the one that {TUNE} was decided from")
-    return map(json.loads, data.decode().splitlines())
+    for number, text in enumerate(data.decode().splitlines(), 1):
+        try:
+            line = parse(text)
+            require(LINES[path.name], line)
+        except ValueError as error:
+            raise ValueError(f"{path.name}, line {number}: {error}") from None
+        yield line
 
 
 def _write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> str:

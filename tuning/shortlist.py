@@ -15,9 +15,17 @@ from pagegen.paths import TEMPLATES, write_atomic
 from pagegen.space import Config
 from pagegen.spec import KernelSpec, Op, Phase
 from pagegen.target import Target
+from pagegen.tuning.shape import ANY, KNOB, REST, TEXT, Shape, parse, require
 
 FORMAT = 1
 LABEL = "not measured"
+SHAPE: Mapping[str, Shape] = {
+    "spec": {REST: ANY},
+    "target": TEXT,
+    "template": {REST: ANY},
+    "toolchain": {REST: ANY},
+    "configs": {REST: [{"config": {REST: KNOB}}]},
+}
 
 
 def source_digest(template: Template) -> str:
@@ -64,22 +72,21 @@ class Shortlist:
         """Raises ConfigError for a file that is no shortlist, or of another format."""
         remedy = "`pagegen tune SPEC --target TARGET --static` writes one"
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
+            values = parse(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
             why = getattr(error, "strerror", None) or "it is not JSON"
             raise ConfigError(f"shortlist {path} cannot be read: {why}; {remedy}") from None
         found = values.get("format") if isinstance(values, dict) else None
-        if found != FORMAT or values.get("label") != LABEL:
+        if type(found) is not int or found != FORMAT or values.get("label") != LABEL:
             raise ConfigError(f"shortlist {path}: format {found!r} is not known; allowed: {FORMAT}; {remedy}")
-        kinds = {"spec": dict, "target": str, "template": dict, "toolchain": dict, "configs": dict}
-        for name, kind in kinds.items():
-            if not isinstance(values.get(name), kind):
-                raise ConfigError(f"shortlist {path}: field {name!r} is missing or malformed; {remedy}")
-        rows = [(phase, row) for phase, each in values["configs"].items() for row in (each if each else [{}])]
-        bad = next((phase for phase, row in rows if phase not in tuple(Phase) or not isinstance(row.get("config"), dict)), None)
+        try:
+            require(SHAPE, values)
+        except ValueError as error:
+            raise ConfigError(f"shortlist {path} is malformed: {error}; {remedy}") from None
+        bad = next((phase for phase, rows in values["configs"].items() if phase not in tuple(Phase) or not rows), None)
         if bad is not None:
-            raise ConfigError(f"shortlist {path}: configs of {bad!r} are missing or malformed; {remedy}")
-        return cls(path, *(values[name] for name in kinds))
+            raise ConfigError(f"shortlist {path}: configs of {bad!r} are missing, or it is no phase; {remedy}")
+        return cls(path, *(values[name] for name in SHAPE))
 
     def configs_for(self, spec: KernelSpec, target: Target) -> dict[Phase, list[Config]]:
         """Its configs, best first. Raises ConfigError naming every field of spec, target and template that differs."""
@@ -96,7 +103,10 @@ class Shortlist:
                 "--static` makes one that does"
             )
         space = template_for(Op.ATTEND, spec, target).space(spec, target)
-        return {Phase(phase): [space.config(row["config"]) for row in rows] for phase, rows in self.configs.items()}
+        try:
+            return {Phase(phase): [space.config(row["config"]) for row in rows] for phase, rows in self.configs.items()}
+        except ConfigError as error:
+            raise ConfigError(f"shortlist {self.path}: {error}") from None
 
     def described(self, here: Mapping[str, Any]) -> dict[str, Any]:
         """For a record: the file, its configs a phase, and the fields of the toolchain that differ from the one `here`."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,8 @@ from pagegen.errors import ConfigError, PagegenError
 from pagegen.space import Config, ConfigSpace
 from pagegen.spec import KernelSpec, Op, Phase
 from pagegen.target import Target, parse_target
+from pagegen.tuning.record import CONFIG
+from pagegen.tuning.shape import parse, require
 
 MOST = 3  # configs of a bucket
 
@@ -44,14 +45,15 @@ def suggestions(root: Path, spec: KernelSpec, target: Target, space: ConfigSpace
 
 def _winners(path: Path, spec: KernelSpec, target: Target, space: ConfigSpace) -> Iterator[Suggestion]:
     try:
-        record = json.loads(path.read_text())
+        record = parse(path.read_text(encoding="utf-8"))
         theirs, where = KernelSpec.from_dict(record["spec"]), parse_target(record["target"])
         if template_for(Op.ATTEND, theirs, where) != template_for(Op.ATTEND, spec, target):
             return
         mine, its = spec.to_dict(), theirs.to_dict()
         distance = sum(mine[name] != its[name] for name in mine) + (where != target)
         won = [(Phase(winner["phase"]), winner["config"]) for winner in record["winner"] if winner["confirmed"]]
-    except (OSError, ValueError, KeyError, TypeError, PagegenError):
+        require([CONFIG], [values for _, values in won])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, PagegenError):
         return
     for phase, values in won:
         try:

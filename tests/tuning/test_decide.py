@@ -211,6 +211,11 @@ def change(folder: Path, **facts: object) -> None:
     (folder / "tune.json").write_text(json.dumps({**document, **facts}))
 
 
+def change_line(folder: Path, name: str, **values: object) -> None:
+    first, *others = (folder / name).read_text().splitlines()
+    (folder / name).write_text("\n".join([json.dumps({**json.loads(first), **values}), *others, ""]))
+
+
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
@@ -218,9 +223,15 @@ def change(folder: Path, **facts: object) -> None:
         (lambda folder: (folder / "tune.json").write_text("{"), "is damaged"),
         (lambda folder: (folder / "timings.jsonl").unlink(), "timings.jsonl cannot be read"),
         (lambda folder: (folder / "timings.jsonl").write_text("{}\n"), "is damaged"),
-        (lambda folder: change(folder, warm_start=[{}]), "is damaged (KeyError: 'phase')"),
-        (lambda folder: change(folder, stopped=[]), "'stopped' is of another type"),
-        (lambda folder: change(folder, workload={"name": "w", "digests": None}), "'digests' of the workload is of another type"),
+        (lambda folder: change(folder, warm_start=[{}]), "is damaged (warm_start[0].phase is missing)"),
+        (lambda folder: change(folder, stopped=[]), "is damaged (stopped is [], not a mapping)"),
+        (lambda folder: change(folder, rows=[None]), "is damaged (rows[0] is None, not a mapping)"),
+        (lambda folder: change(folder, noise=float("nan")), "is damaged (Out of range float values are not JSON compliant"),
+        (lambda folder: change(folder, target="\ud800"), "surrogates not allowed"),
+        (lambda folder: change(folder, workloads={}), "is damaged"),
+        (lambda folder: change_line(folder, "timings.jsonl", seconds={"default": []}), "with other numbers of samples, or none"),
+        (lambda folder: change_line(folder, "timings.jsonl", seconds={"default": ["1"]}), "timings.jsonl, line 1: seconds.default[0] is '1'"),
+        (lambda folder: change_line(folder, "trials.jsonl", config={"tile": {}}), "trials.jsonl, line 1: config.tile is {}, not a knob's value"),
         (lambda folder: change(folder, format=FORMAT - 1), f"has format {FORMAT - 1}, this pagegen reads format {FORMAT}"),
         (lambda folder: cut(folder, "timings.jsonl"), "timings.jsonl lacks batches of prefill"),
         (lambda folder: cut(folder, "trials.jsonl"), "trials, the decision was made from"),

@@ -231,7 +231,8 @@ class BucketStudy:
             is_queued = any(trial.state is TrialState.WAITING for trial in trials)
             if len(book) >= self.total or (only_queued and not is_queued):
                 return None
-            if (self.sampler == BRUTE or self._is_spent or attempt >= MAX_REPEATS) and not is_queued:
+            from_queue = only_queued or self.sampler == BRUTE or self._is_spent or attempt >= MAX_REPEATS
+            if from_queue and not is_queued:
                 config = self._untried(book)
                 self._is_spent = config is None
                 if config is None:
@@ -239,7 +240,7 @@ class BucketStudy:
                 self._enqueue_missing([config])
             trial = self._study.ask(self._coding.distributions)
             try:
-                claimed = self._take(trial)
+                claimed = self._take(trial, from_queue)
             except UpdateFinishedTrialError:  # it took so long to choose that another process thought this one dead
                 continue
             except (KeyboardInterrupt, SystemExit):
@@ -249,8 +250,11 @@ class BucketStudy:
                 return claimed
         raise AssertionError  # it counts for ever
 
-    def _take(self, trial: optuna.Trial) -> Claim | None:
-        """Claims a proposal, or ends it if it is known or not allowed."""
+    def _take(self, trial: optuna.Trial, from_queue: bool) -> Claim | None:
+        """Claims a proposal, or ends it if it is known or not allowed, or is the sampler's where one `from_queue` was asked for."""
+        if from_queue and "fixed_params" not in self._storage.get_trial(trial._trial_id).system_attrs:
+            self._refuse(trial, TrialState.FAIL, "another process took what was queued")
+            return None
         config = self._coding.decode(trial.params)
         broken = self.space.broken(config.to_dict())
         if broken:

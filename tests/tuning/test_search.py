@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from optuna.storages import BaseStorage
@@ -324,6 +325,32 @@ def test_every_sampler_begins_with_the_default_and_tries_each_config_once(storag
     assert seen[0] == SPACE.default and len(set(seen)) == len(seen) == 14
     if sampler == "brute":
         assert seen[1:] == [config for config in SPACE if config != SPACE.default][:13]
+
+
+@pytest.mark.parametrize(("sampler", "only_queued"), [("brute", False), ("tpe", True)])
+def test_who_finds_the_queue_emptied_by_another_takes_nothing_from_the_sampler(
+    storage: BaseStorage, sampler: str, only_queued: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other is always there first: between the look at the queue and the proposal."""
+    mine, other = (BucketStudy(storage, "s", SPACE, {}, total=20, sampler=sampler) for _ in range(2))
+    ask, taken = mine._study.ask, list[Config]()
+
+    def beaten(*arguments: Any) -> Any:
+        if len(taken) < 3 and (claim := other.claim(only_queued=True)):
+            taken.append(claim.config)
+            other.finish(claim, score(claim.config))
+        return ask(*arguments)
+
+    monkeypatch.setattr(mine._study, "ask", beaten)
+    seen: list[Config] = []
+    while claim := mine.claim(only_queued):
+        seen.append(claim.config)
+        mine.finish(claim, score(claim.config))
+    in_turn = [SPACE.default, *(config for config in SPACE if config != SPACE.default)]
+    assert taken + seen == in_turn[: 1 if only_queued else 20]
+    assert {each["reason"] for each in mine.unevaluated} == {"another process took what was queued"}
+    for study in (mine, other):
+        study.close()
 
 
 def test_a_sampler_that_lacks_its_library_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

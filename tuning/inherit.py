@@ -106,7 +106,7 @@ def inherit(study: BucketStudy, source_of: Callable[[Config], str]) -> list[Ance
         return []
     ancestors = []
     for name, identity, told in study.relatives():
-        identity = comparable(identity) if "hardware" in identity else identity
+        identity = comparable(identity) if isinstance(identity.get("hardware"), Mapping) else identity
         differing = {field for field in study.identity | identity if identity.get(field) != study.identity.get(field)}
         found = dict(_holding(study.space, told, source_of)) if differing <= HARMLESS else {}
         ancestors.append(Ancestor(name, tuple(differences(identity, study.identity)), study.adopt(found, name)))

@@ -20,7 +20,7 @@ from pagegen.records import Status
 from pagegen.space import ConfigSpace
 from pagegen.spec import KernelSpec, Op, Phase
 from pagegen.target import is_present, parse_target
-from pagegen.tuning.asked import require_budget, require_counts, require_storage
+from pagegen.tuning.asked import require_budget, require_counts, require_sampler, require_storage
 from pagegen.tuning.crew import crew
 from pagegen.tuning.evaluate import Evaluator
 from pagegen.tuning.inherit import comparable
@@ -32,7 +32,7 @@ from pagegen.tuning.shortlist import source_digest
 from pagegen.tuning.static_same import signature_of
 from pagegen.tuning.stopping import StopRule
 from pagegen.tuning.storage import in_reach, open_storage, shown
-from pagegen.tuning.study import BucketStudy
+from pagegen.tuning.study import UNREADABLE, BucketStudy, what_misses
 from pagegen.tuning.workload import Workload
 
 JOB, IDENTITY = "job", "identity"  # attributes of a study
@@ -194,20 +194,28 @@ def tell_waiting(holders: Sequence[str], say: Callable[[str], None] | None) -> N
 
 def _matching(backend: BaseStorage, name: str, storage: str) -> tuple[Job, Evaluator]:
     """The newest job of that name whose trials this machine can reproduce."""
-    attributes = [study.user_attrs for study in backend.get_all_studies() if JOB in study.user_attrs]
-    attributes.sort(key=lambda found: -float(found[JOB]["opened"]))
-    named = [found for found in attributes if found[JOB]["name"] == name]
+    attributes = [study.user_attrs for study in backend.get_all_studies() if isinstance(study.user_attrs.get(JOB), Mapping)]
+    named = [found for found in attributes if found[JOB].get("name") == name]
     if not named:
-        others = ", ".join(dict.fromkeys(found[JOB]["name"] for found in attributes)) or "none"
+        others = ", ".join(dict.fromkeys(str(found[JOB].get("name")) for found in attributes)) or "none"
         raise ConfigError(f"no study {name} in {shown(storage)}, which has: {others}; change --join or --storage")
-    refused = ""
+    refused, readable = "", list[tuple[float, Job, Phase, Mapping[str, Any]]]()
     for found in named:
-        job = Job.from_dict(found[JOB])
+        try:
+            readable.append((float(found[JOB]["opened"]), _readable(found[JOB]), _phase_of(found), found[IDENTITY]))
+        except UNREADABLE as error:
+            unreadable = what_misses(error)
+    if not readable:
+        raise ConfigError(
+            f"study {name} cannot be read ({unreadable}): another pagegen wrote it, or it is damaged; join with the pagegen that "
+            "wrote it, or tune under another name (--study)"
+        )
+    for _, job, phase, theirs in sorted(readable, key=lambda row: -row[0]):
         target = parse_target(job.target)
         if is_present(target):
             evaluator = Evaluator(job.spec, target, job.workloads, job.roofline)
-            mine = identity(evaluator, _phase_of(found)) | {"space": Coding(space_of(evaluator)).digest}
-            apart = differences(found[IDENTITY], mine)
+            mine = identity(evaluator, phase) | {"space": Coding(space_of(evaluator)).digest}
+            apart = differences(theirs, mine)
         else:
             apart = [f"target: {job.target} there, not present here"]
         if not apart:
@@ -217,6 +225,16 @@ def _matching(backend: BaseStorage, name: str, storage: str) -> tuple[Job, Evalu
         f"study {name} cannot be joined from here: {refused}. Its trials would not compare; `pagegen tune` with its spec "
         "begins a study of this machine's own"
     )
+
+
+def _readable(values: Mapping[str, Any]) -> Job:
+    """Reads a job that any pagegen may have written. Raises what UNREADABLE has."""
+    job = Job.from_dict(values)
+    parse_target(job.target)
+    require_sampler(job.sampler)
+    if not job.totals.keys() <= job.workloads.keys() or not all(type(total) is int for total in job.totals.values()):
+        raise ValueError(f"totals are {values['totals']}")
+    return job
 
 
 def _phase_of(attributes: Mapping[str, Any]) -> Phase:

@@ -96,4 +96,5 @@ class Heartbeat:
 
 def holder(trial: FrozenTrial) -> str:
     """Who evaluates a running trial, as `host:process:token`; "" while it is being chosen."""
-    return str(trial.user_attrs.get(LEASE, {}).get("owner", ""))
+    lease = trial.user_attrs.get(LEASE)
+    return str(lease.get("owner", "")) if isinstance(lease, Mapping) else ""

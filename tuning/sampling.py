@@ -49,7 +49,10 @@ class Coding:
         return {name: ordinal[name].index(values[name]) if name in ordinal else values[name] for name in names}
 
     def decode(self, params: Mapping[str, Any]) -> Config:
-        """The config of parameters."""
+        """The config of parameters. Raises ValueError for one that is out of its range."""
+        for name, distribution in self.distributions.items():
+            if not distribution._contains(distribution.to_internal_repr(params[name])):
+                raise ValueError(f"knob {name} is out of its range: {params[name]!r}")
         names, ordinal = (knob.name for knob in self._knobs), self._ordinal
         return Config(tuple((name, ordinal[name][params[name]] if name in ordinal else params[name]) for name in names))
 

@@ -29,6 +29,7 @@ from optuna.exceptions import UpdateFinishedTrialError
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
 
+from pagegen.errors import ConfigError, PagegenError
 from pagegen.records import Evaluation, Status, ranked
 from pagegen.space import Config, ConfigSpace, Value
 from pagegen.tuning.asked import BRUTE
@@ -38,8 +39,18 @@ from pagegen.tuning.sampling import Coding, digest, make_sampler
 
 MAX_REPEATS = 3  # proposals in a row that are known already, before one is chosen that is not
 MAX_LOSSES = 2  # evaluations of one config that died with their process, before it counts as failing: it is retried once
-LOOKS = 4096  # configs around the best one that are looked at for one that is not known, before there is said to be none
+LOOKS = 4096  # configs around the best one that are looked at for one that is not known, and as many around others
+CENTRES = 8  # others, chosen at random, before there is said to be none
+ALL_KNOWN = "every config of the space, or its like, is known"
 CHOICE_SECONDS = 0.05  # between two looks at a trial that another process is choosing
+NUMBER, MAYBE = (int, float), (int, float, type(None))
+FIELDS: Mapping[str, type | tuple[type, ...]] = {  # of an evaluation, as its storage may have them
+    **dict.fromkeys(("status", "reason", "source"), str),
+    **dict.fromkeys(("config", "timings", "environment", "conditions", "kernels", "estimate"), dict),
+    **dict.fromkeys(("seconds", "gate_seconds"), NUMBER),
+    **dict.fromkeys(("score", "noise", "roofline", "partial"), MAYBE),
+}
+UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, PagegenError)  # what is met in values that another pagegen wrote
 LOST, INTERRUPTED, GIVEN_UP = "lost", "interrupted", "never begun"  # how a trial `ended` that has no evaluation
 
 
@@ -168,13 +179,11 @@ class BucketStudy:
         family, found = self.name.rpartition("/")[0] + "/", []
         for other in self._storage.get_all_studies():
             identity = other.user_attrs.get("identity")
-            if identity and other.study_name.startswith(family) and other.study_name != self.name:
-                trials = self._storage.get_all_trials(other._study_id, deepcopy=False)
-                told = [
-                    Told(Evaluation.from_dict(trial.user_attrs["evaluation"]), trial.intermediate_values)
-                    for trial in trials
-                    if "evaluation" in trial.user_attrs
-                ]
+            if isinstance(identity, dict) and other.study_name.startswith(family) and other.study_name != self.name:
+                told = []
+                for trial in self._storage.get_all_trials(other._study_id, deepcopy=False):
+                    with contextlib.suppress(*UNREADABLE):  # another pagegen's trial is no evidence here
+                        told.append(Told(_evaluation(trial.user_attrs["evaluation"]), trial.intermediate_values))
                 found.append((other.study_name, identity, told))
         return found
 
@@ -233,11 +242,12 @@ class BucketStudy:
                 return None
             from_queue = only_queued or self.sampler == BRUTE or self._is_spent or attempt >= MAX_REPEATS
             if from_queue and not is_queued:
-                config = self._untried(book)
-                self._is_spent = config is None
-                if config is None:
+                found = self._untried(book)
+                if isinstance(found, str):
+                    self._is_spent, self.stopped = True, found
                     return None
-                self._enqueue_missing([config])
+                self._is_spent = False
+                self._enqueue_missing([found])
             trial = self._study.ask(self._coding.distributions)
             try:
                 claimed = self._take(trial, from_queue)
@@ -299,18 +309,28 @@ class BucketStudy:
                 return trials
             time.sleep(CHOICE_SECONDS)
 
-    def _untried(self, book: _Book) -> Config | None:
+    def _untried(self, book: _Book) -> Config | str:
         """A config whose like was never tried: in brute force the first, else one as near as possible to the best one found,
-        in random search to any."""
+        in random search to any; or why there is none."""
         if self.sampler == BRUTE:
-            return next((config for config in self._rest if config not in book), None)
+            return next((config for config in self._rest if config not in book), ALL_KNOWN)
+        for centre, looks in self._centres(book):
+            near = self._around(centre)
+            found = next((config for config in itertools.islice(near, looks) if config not in book), None)
+            if found:
+                return found
+            if next(near, None) is None:
+                return ALL_KNOWN
+        return f"nothing new among {LOOKS} configs around the best one, nor among as many around {CENTRES} chosen at random"
+
+    def _centres(self, book: _Book) -> Iterator[tuple[Mapping[str, Value], int]]:
+        """Around what to look for a new config, and at how many: the best one, in random search any; then any, once."""
         passed = [found for _, found in book.evaluated.values() if found.score is not None]
         best = min(passed, key=lambda found: found.score or math.inf, default=None)
-        centre = dict(best.config) if best else self.space.default.to_dict()
-        if self.sampler == "random":
-            centre = {knob.name: self._random.choice(knob.values) for knob in self.space.knobs}
-        near = itertools.islice(self._around(centre), LOOKS)
-        return next((config for config in near if config not in book), None)
+        if self.sampler != "random":
+            yield dict(best.config) if best else self.space.default.to_dict(), LOOKS
+        for _ in range(0 if self._is_spent and self.sampler != "random" else CENTRES):
+            yield {knob.name: self._random.choice(knob.values) for knob in self.space.knobs}, LOOKS // CENTRES
 
     def _around(self, centre: Mapping[str, Value]) -> Iterator[Config]:
         """The configs by the number of knobs in which they differ from `centre`, those of one number in random order."""
@@ -371,10 +391,10 @@ class BucketStudy:
         trials = self._read()
         lapsed = [trial for trial in trials if trial.state is TrialState.RUNNING and self._heartbeat.has_lapsed(trial)]
         for trial in lapsed:
-            stored = trial.user_attrs.get("evaluation")
+            stored = self._content(trial)[1]
             if stored:  # died between recording and telling: nothing is lost
                 with contextlib.suppress(UpdateFinishedTrialError):
-                    self._tell(trial.number, Evaluation.from_dict(stored))
+                    self._tell(trial.number, stored)
             elif self._end(trial._trial_id, LOST if LEASE in trial.user_attrs else GIVEN_UP):
                 self.lost += LEASE in trial.user_attrs
         if lapsed:
@@ -429,12 +449,18 @@ class BucketStudy:
                 yield config, trial
 
     def _content(self, trial: FrozenTrial) -> tuple[Config | None, Evaluation | None]:
-        """The config of a trial, if it is known and allowed, and what became of it."""
+        """The config of a trial, if it is known and allowed, and what became of it. Raises ConfigError for what is neither."""
         if trial.number in self._ended:
             return self._ended[trial.number]
         params, told = trial.system_attrs.get("fixed_params", trial.params), trial.user_attrs.get("evaluation")
         is_known = self._coding.fits(params) and "refused" not in trial.user_attrs
-        content = (self._coding.decode(params) if is_known else None, Evaluation.from_dict(told) if told else None)
+        try:
+            content = (self._coding.decode(params) if is_known else None, _evaluation(told) if told is not None else None)
+        except UNREADABLE as error:
+            raise ConfigError(
+                f"trial {trial.number} of study {self.name} cannot be read ({what_misses(error)}): another pagegen wrote it, or it is "
+                "damaged; tune under another name (--study), or with the pagegen that wrote it"
+            ) from None
         if trial.state.is_finished():
             self._ended[trial.number] = content
         return content
@@ -461,6 +487,23 @@ class BucketStudy:
                 book.taken.add(self._kind(config))
         self.num_evaluated = len(book.evaluated)
         return book
+
+
+def _evaluation(values: Any) -> Evaluation:
+    """Reads an evaluation that any pagegen may have written. Raises what UNREADABLE has."""
+    found = Evaluation.from_dict(values)
+    for field, value in found.to_dict().items():
+        kinds = FIELDS[field]
+        if not isinstance(value, kinds) or isinstance(value, bool):
+            raise TypeError(f"{field} is {value!r}")
+    if not all(isinstance(number, int | float) for timing in found.timings.values() for number in dataclasses.astuple(timing)):
+        raise ValueError("a timing is no number")
+    return found
+
+
+def what_misses(error: Exception) -> str:
+    """What is wrong with something that was read."""
+    return f"no {error}" if isinstance(error, KeyError) else str(error)
 
 
 def _how_it_ended(trial: FrozenTrial) -> str:

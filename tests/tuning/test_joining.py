@@ -90,8 +90,36 @@ def test_a_study_for_a_device_that_is_not_here_is_refused(tmp_path: Path) -> Non
     study = backend.create_new_study([1], "ours/decode/x")  # type: ignore[list-item]
     absent = {**job().to_dict(), "target": "cpu:neon" if best_cpu().machine != "aarch64" else "cpu:avx2", "opened": 1.0}
     backend.set_study_user_attr(study, "job", absent)
+    backend.set_study_user_attr(study, "identity", {"workload": WORKLOADS[Phase.DECODE].digest})
     with pytest.raises(ConfigError, match="not present here"):
         join("ours", url)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"opened": "x"},
+        {"totals": {"decode": "x"}},
+        {"totals": {"mixed": 1}},
+        {"sampler": "luck"},
+        {"rule": {"patience": "x"}},
+        {"rule": {"newer": 1}},
+        {"spec": None},
+        {"target": "tpu:v9"},
+        {"workloads": None},
+    ],
+    ids=str,
+)
+def test_a_study_that_another_pagegen_opened_is_named_and_blocks_no_other(changed: dict[str, object], tmp_path: Path) -> None:
+    url = str(tmp_path / "journal.log")
+    backend = open_storage(url, tmp_path)
+    study = backend.create_new_study([1], "ours/decode/x")  # type: ignore[list-item]
+    backend.set_study_user_attr(study, "job", {**job().to_dict(), "opened": 1.0, **changed})
+    backend.set_study_user_attr(study, "identity", {"workload": WORKLOADS[Phase.DECODE].digest})
+    with pytest.raises(ConfigError, match=r"study ours cannot be read \(.*--study"):
+        join("ours", url)
+    begin(url)
+    assert join("ours", url)["made"] == 1
 
 
 def test_differences_name_nested_fields() -> None:

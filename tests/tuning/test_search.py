@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from optuna.samplers import RandomSampler
 from optuna.storages import BaseStorage
 from optuna.trial import TrialState
 
@@ -120,7 +121,7 @@ def test_a_resumed_search_is_not_a_repetition_of_the_first(storage: BaseStorage)
 def test_an_exhausted_space_ends_the_search(storage: BaseStorage) -> None:
     small = ConfigSpace((Knob("a", (1, 2), 1), Knob("b", (True, False), True)))
     study = run(storage, 50, lambda config: Evaluation(Status.PASSED, config.to_dict(), score=1.0), small)
-    assert len(study.evaluations) == 4
+    assert len(study.evaluations) == 4 and study.stopped == "every config of the space, or its like, is known"
 
 
 def test_a_space_without_knobs_has_its_default_evaluated(storage: BaseStorage) -> None:
@@ -231,7 +232,29 @@ def test_a_large_space_is_not_listed_to_find_that_all_of_it_does_the_same(storag
     study = BucketStudy(storage, "s", large, {}, total=9, signature=signature)
     made = search({"only": study}, {"only": lambda config, judge: Evaluation(Status.PASSED, config.to_dict(), score=1.0)})
     study.close()
-    assert made == 3 and len(looked) < 2 * LOOKS
+    assert made == 3 and len(looked) < 3 * LOOKS
+    assert study.stopped.startswith("nothing new among 4096 configs around the best one, nor")
+
+
+def test_what_is_new_far_from_the_best_is_found_before_a_search_is_given_up(storage: BaseStorage) -> None:
+    """All that is near the default does the same."""
+    large = ConfigSpace(tuple(Knob(f"knob{number}", tuple(range(10)), 0) for number in range(9)))
+
+    def signature(config: Config) -> int:
+        return max(0, sum(int(value) > 0 for _, value in config.items) - 4)
+
+    study = BucketStudy(storage, "s", large, {}, total=4, signature=signature)
+    study._study.sampler = RepeatingSampler()
+    made = search({"only": study}, {"only": lambda config, judge: Evaluation(Status.PASSED, config.to_dict(), score=1.0 + signature(config))})
+    study.close()
+    assert made == 4 and not study.stopped
+
+
+class RepeatingSampler(RandomSampler):
+    """Proposes the default for ever."""
+
+    def sample_independent(self, study: Any, trial: Any, param_name: str, param_distribution: Any) -> int:
+        return 0
 
 
 CHANGED = {
@@ -594,3 +617,54 @@ def test_every_trial_that_ended_has_an_evaluation_or_says_why_not(storage: BaseS
     assert told[lost.trial.number] == ("ENDED", "lost after 2 of its batches were timed", lost.config.to_dict())
     ended = {trial.number for trial in study._study.trials if trial.state.is_finished()}
     assert ended == told.keys() | {number for number, _ in study.evaluations}
+
+
+PLAIN = Evaluation(Status.PASSED, SPACE.default.to_dict(), score=1.0).to_dict()
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"status": "NEWER"}, "'NEWER' is not a valid Status"),
+        ({"timings": None}, "NoneType"),
+        ({"timings": {"2x1@37": {"median": "x", "low": 1.0, "high": 1.0, "rounds": 1}}}, "a timing is no number"),
+        ({"score": "1.0"}, "score is '1.0'"),
+        ({"noise": []}, "noise is []"),
+        ({"config": None}, "config is None"),
+        ({"newer": 1}, "newer"),
+        ("all of it", ""),
+        (0, ""),
+        ({key: value for key, value in PLAIN.items() if key != "timings"}, "no 'timings'"),
+    ],
+)
+def test_an_evaluation_that_another_pagegen_wrote_is_named_and_is_no_evidence_elsewhere(storage: BaseStorage, changed: Any, said: str) -> None:
+    other = BucketStudy(storage, "s", SPACE, {"of": "another"}, total=1)
+    claim = other.claim()
+    assert claim
+    whole = changed if not isinstance(changed, dict) or changed.get("config") else {**PLAIN, **changed}
+    claim.trial.set_user_attr("evaluation", whole)
+    study = BucketStudy(storage, "s", SPACE, {}, total=1)
+    assert [told for _, _, told in study.relatives()] == [[]]
+    study.close()
+    with pytest.raises(ConfigError, match=f"trial {claim.trial.number} of study s/.*--study") as caught:
+        BucketStudy(storage, "s", SPACE, {"of": "another"}, total=1)
+    assert said in str(caught.value)
+    other.close()
+
+
+@pytest.mark.parametrize("params", [{"tile": 9}, {"tile": -1}, {"tile": "x"}, {"order": "diagonal"}, {"order": None}])
+def test_a_config_beyond_the_space_is_named(storage: BaseStorage, params: dict[str, Any]) -> None:
+    study = BucketStudy(storage, "s", SPACE, {}, total=3)
+    study._study.enqueue_trial(study._coding.encode(SPACE.default) | params)
+    with pytest.raises(ConfigError, match=f"trial 1 of study .*knob {next(iter(params))}|trial 1 of study .*--study"):
+        study.claim()
+    study.close()
+
+
+@pytest.mark.parametrize("lease", [None, "x", {}])
+def test_a_lease_that_is_none_lapses(storage: BaseStorage, lease: object) -> None:
+    study = BucketStudy(storage, "s", SPACE, {}, total=1, beat=DEAD_BEAT)
+    study._study.ask(study._coding.distributions).set_user_attr("lease", lease)
+    search({"only": study}, {"only": score})
+    study.close()
+    assert len(study.evaluations) == 1 == study.lost

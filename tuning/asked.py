@@ -39,6 +39,13 @@ def require_budget(budget: float | None) -> None:
         raise ConfigError(f"--budget {budget} is not a positive number of seconds; leave it out for no limit")
 
 
+def require_words(words: Mapping[str, str | None]) -> None:
+    """Raises ConfigError for a word, by its flag, that is empty, as one of an unset variable is; None is the default."""
+    for flag, word in words.items():
+        if word is not None and not word.strip():
+            raise ConfigError(f"{flag} is empty; name one, or leave it out")
+
+
 def require_sampler(name: str) -> None:
     """Raises ConfigError for a sampler that is not known, or lacks what it computes with."""
     if name not in SAMPLERS:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from pagegen.render import render
 from pagegen.space import Config, Value
 from pagegen.spec import KernelSpec, Op, Phase, parse_slug
 from pagegen.target import Target, parse_target, require_present
-from pagegen.tuning.asked import TRIALS, require_search
+from pagegen.tuning.asked import TRIALS, require_search, require_words
 from pagegen.tuning.carry import keep
 from pagegen.tuning.contest import Conditions, Row
 from pagegen.tuning.crew import crew
@@ -100,6 +101,7 @@ def tune(
     if isinstance(spec, str):
         spec, named = parse_slug(spec)
         phase = phase or named
+    require_words({"--storage": storage, "--study": study})
     word = None if workload is None else str(workload)
     require_search(target=target, workload=word, budget=budget, sampler=sampler, workers=workers)
     rule = StopRule(roofline_share, patience)
@@ -141,8 +143,11 @@ def tune(
                     )
             finally:  # however it ends; a record that was finished stays whole until another one is
                 if not (folder / TUNE).exists():
-                    write_trials(folder, [(each.name, *row) for each in found.values() for row in each.evaluations])
-                    write_unevaluated(folder, [(each.name, row) for each in found.values() for row in each.unevaluated])
+                    evaluated = [(each.name, *row) for each in found.values() for row in each.evaluations]
+                    others_ended = [(each.name, row) for each in found.values() for row in each.unevaluated]
+                    with _writable(folder):
+                        write_trials(folder, evaluated)
+                        write_unevaluated(folder, others_ended)
             trials_of = {each: found[each].evaluations for each in phases}
             unevaluated = {each: found[each].unevaluated for each in phases}
             facts = {
@@ -255,6 +260,18 @@ def results_folder(out: Path | str | None, target: Target, spec: KernelSpec, sel
             f"results folder {folder} cannot be made ({error.strerror}); name another with --out"
         ) from None
     return folder
+
+
+@contextlib.contextmanager
+def _writable(folder: Path) -> Iterator[None]:
+    """Turns a disk that is full, or a folder that is gone, into one line. Raises ConfigError."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"results folder {folder} cannot be written ({error.strerror}); cure that, and run the same command again: it goes on "
+            "from what is in its storage"
+        ) from None
 
 
 def _suggest(found: Mapping[str, BucketStudy], evaluator: Evaluator, root: Path) -> list[Suggestion]:

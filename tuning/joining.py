@@ -20,7 +20,7 @@ from pagegen.records import Status
 from pagegen.space import ConfigSpace
 from pagegen.spec import KernelSpec, Op, Phase
 from pagegen.target import is_present, parse_target
-from pagegen.tuning.asked import require_budget, require_counts, require_sampler, require_storage
+from pagegen.tuning.asked import require_budget, require_counts, require_sampler, require_storage, require_words
 from pagegen.tuning.crew import crew
 from pagegen.tuning.evaluate import Evaluator
 from pagegen.tuning.inherit import comparable
@@ -155,6 +155,7 @@ def join(
     Who opened the study decides and packages. Raises ConfigError if there is no such study, or if this machine, its
     compiler or this pagegen differ from those of its trials.
     """
+    require_words({"--join": name, "--storage": storage})
     require_storage(storage)
     require_budget(budget)
     require_counts({"--workers": workers})

@@ -10,7 +10,7 @@ import fcntl
 import os
 import random
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +44,13 @@ class KernelLock(JournalFileOpenLock):
 
     def acquire(self) -> bool:
         """Waits for the lock. Always True."""
-        handle = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        self._handle = handle
-        _cut_torn_line(self._journal)
+        self._handle = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(self._handle, fcntl.LOCK_EX)
+            _cut_torn_line(self._journal)
+        except BaseException:  # Optuna releases what was acquired only: the next to acquire would wait for ever
+            self.release()
+            raise
         return True
 
     def release(self) -> None:
@@ -55,6 +58,22 @@ class KernelLock(JournalFileOpenLock):
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None
+
+
+class _Backend(JournalFileBackend):
+    """A journal whose loss is a storage's, as that of a database is."""
+
+    def read_logs(self, log_number_from: int) -> Generator[dict[str, Any], None, None]:
+        try:
+            yield from super().read_logs(log_number_from)
+        except OSError as error:
+            raise StorageInternalError(str(error)) from error
+
+    def append_logs(self, logs: list[dict[str, Any]]) -> None:
+        try:
+            super().append_logs(logs)
+        except OSError as error:
+            raise StorageInternalError(str(error)) from error
 
 
 def _cut_torn_line(journal: Path) -> None:
@@ -104,13 +123,15 @@ def in_reach(url: str | None) -> Iterator[None]:
     except StorageInternalError as error:
         cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
         raise ConfigError(
-            f"storage {shown(url)} was lost ({_first_line(cause)}); what was finished is kept: run the same command again"
+            f"storage {shown(url)} was lost ({_first_line(cause)}); cure that, and run the same command again: it goes on from what is there"
         ) from None
 
 
 def _open_database(url: sqlalchemy.URL) -> RDBStorage:
     if url.drivername == "postgresql":  # what that means changed with SQLAlchemy 2.1
         url = url.set(drivername="postgresql+psycopg")
+    if url.get_backend_name() == "sqlite" and url.database in (None, "", ":memory:"):
+        raise ValueError("it names no file: it would lie in memory, for this process alone")
     options = {"pool_pre_ping": True, "connect_args": CONNECT.get(url.get_backend_name(), {})}
     probe = sqlalchemy.create_engine(url, **options)  # a server that is not there is not to be asked several times
     probe.connect().close()
@@ -148,11 +169,15 @@ def _begin_immediately(engine: sqlalchemy.Engine) -> None:
 
 def _open_journal(path: Path) -> BaseStorage:
     try:
+        if not path.parent.is_dir():
+            raise NotADirectoryError(f"there is no folder {path.parent}")
+        if path.exists() and not path.is_file():
+            raise OSError("it is no regular file")
         if not os.access(path if path.exists() else path.parent, os.W_OK):
             raise PermissionError("no permission to write it")
         _require_journal(path)
-        return JournalStorage(JournalFileBackend(str(path), KernelLock(path)))
-    except OSError as error:
+        return JournalStorage(_Backend(str(path), KernelLock(path)))
+    except (OSError, StorageInternalError) as error:
         raise ConfigError(f"journal {path} cannot be opened ({_first_line(error)}); change --storage or --out") from None
     except (ValueError, LookupError, TypeError, AttributeError, AssertionError) as error:  # what Optuna meets in lines not its own
         raise ConfigError(

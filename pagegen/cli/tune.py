@@ -200,9 +200,17 @@ def command(
     Several processes, on any number of machines of one kind, share a study over --storage: this command opens it, and
     `pagegen tune --join STUDY --storage URL` takes part. A trial of one that died is tried again by another.
     """
-    from pagegen.tuning.asked import TRIALS, require_budget, require_counts, require_search, require_storage
+    from pagegen.tuning.asked import (
+        TRIALS,
+        require_budget,
+        require_counts,
+        require_search,
+        require_storage,
+        require_words,
+    )
     from pagegen.tuning.stopping import StopRule
 
+    require_words({"--storage": storage, "--study": study, "--join": join})
     if replay:
         from pagegen.cli._replay import run_replay
 

@@ -1,7 +1,9 @@
 """The storage survives kills: locks die with their holders, half-written lines are cut, damage is named."""
 
+import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +17,7 @@ import pytest
 
 from pagegen.errors import ConfigError
 from pagegen.tuning.search import search
-from pagegen.tuning.storage import KernelLock, open_storage
+from pagegen.tuning.storage import KernelLock, in_reach, open_storage
 from pagegen.tuning.study import BucketStudy
 
 from .fake_tune import SPACE, score
@@ -89,6 +91,38 @@ def test_a_storage_that_cannot_be_opened_is_refused_in_one_line(tmp_path: Path, 
     with pytest.raises(ConfigError, match="--storage") as caught:
         open_storage(url if "://" in url else str(tmp_path / url), tmp_path)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [("missing/journal.log", "there is no folder"), ("/dev/null", "no regular file"), (".", "no regular file"), ("sqlite://", "names no file")],
+)
+def test_what_is_wrong_with_a_storage_is_said_and_nothing_left(tmp_path: Path, url: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=f"{said}.*--storage"):
+        open_storage(url if "://" in url else str(tmp_path / url), tmp_path)
+    assert not list(tmp_path.iterdir()) and not Path("/dev/null.lock").exists()
+
+
+@pytest.mark.parametrize("lost", ["folder", "journal", "disk"])
+def test_a_journal_that_is_lost_is_named_with_what_to_do(tmp_path: Path, lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice: the lock that was held as it failed is given back."""
+    folder = tmp_path / "results"
+    folder.mkdir()
+    study = optuna.create_study(storage=open_storage(None, folder), study_name="s")
+    if lost == "disk":
+        monkeypatch.setattr(os, "fsync", full)
+    else:
+        (folder / "journal.log").unlink()
+        if lost == "folder":
+            shutil.rmtree(folder)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"storage here.*lost \(.*No .*run the same command again") as caught, in_reach("here"):
+            study.add_trial(optuna.trial.create_trial(value=1.0))
+        assert "\n" not in str(caught.value)
+
+
+def full(_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_sqlite_is_a_storage_too(tmp_path: Path) -> None:

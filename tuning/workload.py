@@ -32,7 +32,8 @@ COLD_SHARE = 8  # of the memory that is free, copies of a batch take at most one
 MAX_SEQS = 1 << 16  # of a batch
 MAX_WEIGHT = 1e9  # of a batch
 MAX_SUM = 1e15  # of a batch that stands for others
-_GROUP = re.compile(r"(\d{1,9})x(\d{1,9})@(\d{1,9})", re.ASCII)
+MAX_NUMBER = 999_999_999  # in a batch's name
+_GROUP = re.compile(r"(\d{1,99})x(\d{1,99})@(\d{1,99})", re.ASCII)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,6 +58,8 @@ class Point:
         counts = [tuple(map(int, match.groups())) for match in groups if match]
         if len(counts) != len(groups):
             raise ConfigError(f"point {name!r} is not SEQSxQUERY@CONTEXT, joined by +; write for example 8x1@2048")
+        if max(map(max, counts)) > MAX_NUMBER:
+            raise ConfigError(f"point {name!r} has a number above {MAX_NUMBER:,}; write a smaller batch")
         if sum(seqs for seqs, _, _ in counts) > MAX_SEQS:
             raise ConfigError(f"point {name!r} has more than {MAX_SEQS} sequences; write a smaller batch")
         flat = [(query, context) for seqs, query, context in counts for _ in range(seqs)]
@@ -73,9 +76,10 @@ class Point:
         """Sequences, longest context, longest query: what it is dispatched by."""
         return len(self.query_lens), max(self.context_lens), max(self.query_lens)
 
-    def distance(self, other: Point) -> float:
-        """How unlike two batches are: the factors between their shapes, logarithms added up."""
-        return sum(abs(math.log(mine / its)) for mine, its in zip(self.shape, other.shape, strict=True))
+    @property
+    def place(self) -> tuple[float, ...]:
+        """Logarithms of the shape: how unlike two batches are is how far apart they lie, all told."""
+        return tuple(map(math.log, self.shape))
 
     def kv_bytes(self, spec: KernelSpec) -> int:
         """Bytes of K, V and their scales that the batch must read once: of every key that one of its rows sees."""
@@ -135,7 +139,7 @@ class Workload:
 
         Raises ConfigError on anything else.
         """
-        if values.get("format") != WORKLOAD_FORMAT:
+        if type(values.get("format")) is not int or values["format"] != WORKLOAD_FORMAT:
             raise ConfigError(f"workload format {values.get('format')!r} is not known; allowed: {WORKLOAD_FORMAT}")
         if values.get("phase") not in tuple(Phase):
             raise ConfigError(f"workload phase {values.get('phase')!r} is not known; allowed: {', '.join(Phase)}")
@@ -164,10 +168,11 @@ class Workload:
     def within(self, spec: KernelSpec, fits: Callable[[Point], bool]) -> Workload:
         """The points that fit, each with the weight of those left out that it is nearest to; the smallest stays whatever it is."""
         kept = [point for point in self.points if fits(point)] or [min(self.points, key=lambda point: point.kv_bytes(spec))]
-        weights = {point: point.weight for point in kept}
+        weights, places = {point: point.weight for point in kept}, [(point.place, point) for point in kept]
         for point in self.points:
             if point not in weights:
-                weights[min(kept, key=point.distance)] += point.weight
+                own = point.place  # once, not once a pair: a shape takes a look at every sequence
+                weights[min(places, key=lambda other: sum(abs(a - b) for a, b in zip(own, other[0], strict=True)))[1]] += point.weight
         return dataclasses.replace(self, points=tuple(dataclasses.replace(p, weight=w) for p, w in weights.items()))
 
 

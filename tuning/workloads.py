@@ -244,10 +244,16 @@ def read_workloads(path: Path) -> dict[Phase, Workload]:
     if (
         not isinstance(values, dict)
         or not isinstance(root, yaml.MappingNode)
-        or values.get("format") != WORKLOAD_FORMAT
+        or type(values.get("format")) is not int
+        or values["format"] != WORKLOAD_FORMAT
     ):
         found = values.get("format") if isinstance(values, dict) else None
         raise ConfigError(f"workload {path}: format {found!r} is not known; allowed: {WORKLOAD_FORMAT}")
+    first: dict[str, int] = {}
+    for key, _ in root.value:
+        line = key.start_mark.line + 1
+        if first.setdefault(str(key.value), line) != line:
+            raise ConfigError(f"workload {path}, line {line}: {key.value} stands on line {first[key.value]} too; write it once")
     if unknown := [name for name in values if name not in FIELDS]:
         raise ConfigError(f"workload {path}: field {unknown[0]!r} is not known; allowed: {', '.join(FIELDS)}")
     try:
@@ -266,6 +272,8 @@ def read_workloads(path: Path) -> dict[Phase, Workload]:
         lines[point.name] = line
         rows = point.query_lens
         phase = empty.phase if "phase" in values else phase_of(sum(rows), len(rows), max(rows))
+        if phase is Phase.DECODE and max(rows) > 1:
+            raise ConfigError(f"{where}: batch {name} has {max(rows)} queries for a sequence, decode has one; leave out the phase, or change one")
         by_phase.setdefault(phase, []).append(point)
     return {
         phase: dataclasses.replace(empty, phase=phase, points=tuple(by_phase[phase]))

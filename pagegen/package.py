@@ -246,14 +246,15 @@ def install_package(path: Path) -> Path:
     return destination
 
 
-def installed_phases(spec: KernelSpec, target: Target) -> frozenset[Phase]:
-    """The phases that have rows in what `install_package` would replace on this machine; none if nothing that can be read."""
+def installed_for(spec: KernelSpec, target: Target) -> tuple[frozenset[Phase], str]:
+    """The phases that have rows in what `install_package` would replace on this machine, and the workload that it was tuned for;
+    none, and "", if nothing that can be read."""
     try:
         manifest = read_manifest(_installed(package_name(spec, target), hardware_fingerprint(target)))
         rows = DispatchTable.from_dict(manifest["dispatch"][Op.ATTEND.value]).rows
+        return frozenset(row.phase for row in rows), str(manifest["evidence"].get("workload", {}).get("name", ""))
     except (PackageError, KeyError):
-        return frozenset()
-    return frozenset(row.phase for row in rows)
+        return frozenset(), ""
 
 
 def _installed(name: str, hardware: Mapping[str, Any]) -> Path:

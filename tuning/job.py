@@ -14,7 +14,7 @@ from pagegen.build.cpp import compile_library
 from pagegen.catalog import variant
 from pagegen.errors import ConfigError, GateError
 from pagegen.loader import toolchain
-from pagegen.package import Packaged, install_package, installed_phases, write_package
+from pagegen.package import Packaged, install_package, installed_for, write_package
 from pagegen.paths import lock_of, locked
 from pagegen.records import DispatchTable, Evaluation, Status
 from pagegen.render import render
@@ -184,7 +184,7 @@ def tune(
         with evaluator.busy():  # it compiles what the cache has lost, write_kv and copy_blocks
             package = _write_package(folder / "package", spec, where, evaluator.default, decided, document)
         _tell(say, _redecided(folder, document))
-        installed = _install(package, spec, where, decided, say) if install else None
+        installed = _install(package, spec, where, decided, document["workload"]["name"], say) if install else None
         places = {"package": str(package), "installed": str(installed) if installed else None, "report": str(folder / "report.md")}
         document = write_record(folder, record, {**decided.document, **places})
         report = write_report(folder, document, decided.rows, decided.conditions)
@@ -197,10 +197,11 @@ def _redecided(folder: Path, document: Mapping[str, Any]) -> list[str]:
         return []
     try:
         before = {phase: table["rows"] for phase, table in json.loads((folder / TUNE).read_text())["dispatch"].items()}
-    except (OSError, ValueError, LookupError):  # there is none, or a damaged one
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # there is none, or a damaged one
         return []
-    rows = [f"{phase} {before.get(phase, 0)} rows before, {table['rows']} now" for phase, table in document["dispatch"].items()]
-    return [f"no new trial: the finals were timed again, and decide anew: {'; '.join(rows)}"]
+    now = {phase: table["rows"] for phase, table in document["dispatch"].items()}
+    changed = [f"; {phase} {before.get(phase, 0)} rows before, {rows} now" for phase, rows in now.items() if rows != before.get(phase, 0)]
+    return [f"no new trial: the finals were timed again, and decide anew{''.join(changed)}"]
 
 
 def _require_gated(evaluator: Evaluator, trials: Mapping[Phase, Sequence[tuple[int, Evaluation]]]) -> None:
@@ -314,9 +315,14 @@ def _write_package(
     return write_package(out, spec=spec, target=target, kernels=kernels, dispatch=dispatch, evidence=evidence)
 
 
-def _install(package: Path, spec: KernelSpec, target: Target, decided: Decision, say: Callable[[str], None] | None) -> Path:
-    """Installs the package; says which phases the one that it replaces was tuned for and it is not."""
-    lost = installed_phases(spec, target) - {row.phase for row in decided.table(uniform=spec.deterministic).rows}
+def _install(
+    package: Path, spec: KernelSpec, target: Target, decided: Decision, workload: str, say: Callable[[str], None] | None
+) -> Path:
+    """Installs the package; says which phases, or which workload, the one that it replaces was tuned for and it is not."""
+    phases, before = installed_for(spec, target)
+    if before not in ("", workload):
+        _tell(say, [f"workload {before}: the package installed for it is replaced by this one, for {workload}; the same `tune` again brings it back"])
+    lost = phases - {row.phase for row in decided.table(uniform=spec.deterministic).rows}
     if lost:
         words = " and ".join(phase for phase in Phase if phase in lost)
         _tell(say, [f"{words}: untuned in the package that is installed now, not in the one before, whose results lie elsewhere"])

@@ -246,7 +246,7 @@ def test_a_run_without_a_new_trial_says_that_it_decides_anew(tmp_path: Path) -> 
     now = {"trials": {"new": 0}, "dispatch": {"decode": {"rows": 1}}}
     assert job._redecided(tmp_path, now) == [], "nothing is replaced"
     (tmp_path / "tune.json").write_text(json.dumps({"dispatch": {"decode": {"rows": 3}}}))
-    assert job._redecided(tmp_path, now) == ["no new trial: the finals were timed again, and decide anew: decode 3 rows before, 1 now"]
+    assert job._redecided(tmp_path, now) == ["no new trial: the finals were timed again, and decide anew; decode 3 rows before, 1 now"]
     assert job._redecided(tmp_path, now | {"trials": {"new": 1}}) == []
 
 
@@ -315,3 +315,7 @@ def test_what_an_installed_package_loses_is_said(tmp_path: Path, monkeypatch: py
     said.clear()
     tune(f"mixed-{SLUG}", trials=1, out=tmp_path / "other", say=said.append)
     assert said == [f"decode: kept as in the record in {result.report.parent}"]
+    seen = tmp_path / "seen.yaml"
+    seen.write_text("format: 1\npoints: {1x1@8: 1}\n")
+    tune(SLUG, workload=str(seen), trials=1, out=tmp_path / "other", say=said.append)
+    assert [line for line in said if line.startswith("workload default: the package installed for it is replaced by this one, for seen;")]

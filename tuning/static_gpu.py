@@ -35,8 +35,8 @@ from pagegen.tuning.workload import Point
 
 LAUNCH = 2e-6  # seconds
 LATENCY = 600e-9  # seconds of a load from memory under load
-# Bytes a clock from the second cache into one multiprocessor: CDNA's L1 asks for 64 a clock (ROCm Compute Profiler, vL1D); of
-# what A100's L2 gives in all, a multiprocessor's share is 47 (A100 white paper).
+# Bytes a clock from the second cache into one multiprocessor, assumed: of what A100's L2 gives in all, a multiprocessor's share
+# is 47 (A100 white paper: 5120 of 108).
 PORT = 64
 CACHE = 3.0  # A100's L2: 5120 bytes a cycle, 3.5 times its memory (A100 white paper); MI300X: 17.2 TB/s, 3.2 times (CDNA 3)
 OLD_MATRIX = 0.63

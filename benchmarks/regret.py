@@ -11,8 +11,9 @@ side by side. Of the others a sample is gated: that all are correct is shown els
 run is continued by the same command.
 
 The replay runs the tuner's own search (study, sampler, pruning, static ranking, configs that do the same being one), the
-default first, and looks up what each config, or its measured like, took. A search has found a good config once one whose time, as measured again, is within 2 % of the best is among the
-finalists that `pagegen tune` would choose then. What counts is how many configs were evaluated up to that.
+default first, and looks up what each config, or its measured like, took. A search has found a good config once one whose
+time, as measured again, is within 2 % of the best is among the finalists that `pagegen tune` would choose then. What counts
+is how many configs were evaluated up to that.
 """
 
 from __future__ import annotations

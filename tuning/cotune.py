@@ -37,9 +37,9 @@ from pagegen.tuning.beside import compare
 from pagegen.tuning.contest import Conditions
 from pagegen.tuning.job import TuneResult, results_folder, tune
 from pagegen.tuning.measure import Interval, Measurement, mean_of_medians
-from pagegen.tuning.record import ENVIRONMENT, INTERVAL
+from pagegen.tuning.record import ENVIRONMENT
 from pagegen.tuning.search import Progress
-from pagegen.tuning.shape import ANY, FLAG, NUMBER, POSITIVE, REST, TEXT, Shape, parse, require
+from pagegen.tuning.shape import ANY, FLAG, INTERVAL, NUMBER, POSITIVE, REST, TEXT, Shape, has_format, parse, require
 from pagegen.tuning.workload import Point
 from pagegen.tuning.workloads import Selection, select_phases
 
@@ -298,7 +298,7 @@ def read_cotuned(folder: Path) -> dict[str, Any]:
         document = parse(path.read_text(encoding="utf-8"))
         require({"format": ANY}, document)
         version = document["format"]
-        if type(version) is int and version == FORMAT:
+        if has_format(document, FORMAT):
             require(DOCUMENT, document)
             if not any(pair["front"] for pair in document["pairs"]):
                 raise ValueError("pairs has none on the front")

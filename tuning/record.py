@@ -25,13 +25,27 @@ from pagegen.tuning.dispatch import MAX_CELLS
 from pagegen.tuning.machine import Disturbance, Setting
 from pagegen.tuning.measure import Measurement
 from pagegen.tuning.roofline import MEMORY, Roofline
-from pagegen.tuning.shape import ANY, FLAG, KNOB, NULL, NUMBER, POSITIVE, REST, TEXT, WHOLE, Shape, parse, require
+from pagegen.tuning.shape import (
+    ANY,
+    CONFIG,
+    EVALUATION,
+    FLAG,
+    INTERVAL,
+    NULL,
+    NUMBER,
+    POSITIVE,
+    REST,
+    TEXT,
+    WHOLE,
+    Shape,
+    has_format,
+    parse,
+    require,
+)
 from pagegen.tuning.workload import Point, Workload
 
 FORMAT = 2
 TUNE, TRIALS, UNEVALUATED, TIMINGS = "tune.json", "trials.jsonl", "unevaluated.jsonl", "timings.jsonl"
-CONFIG: Shape = {REST: KNOB}
-INTERVAL = {name: POSITIVE for name in ("median", "low", "high")}
 DISTURBANCE: Shape = {REST: NUMBER}
 ENVIRONMENT: Shape = {"hardware": {REST: ANY}, "toolchain": {REST: ANY}, "threads": WHOLE}
 ROOFLINE: Shape = {
@@ -96,19 +110,7 @@ DECIDED: Mapping[str, Shape] = {  # what reports show of it
 }
 DOCUMENT: Shape = {**FACTS, **{f"{name}?": shape for name, shape in LATER.items()}, **DECIDED}
 LINES: Mapping[str, Shape] = {
-    TRIALS: {
-        "study": TEXT,
-        "trial": WHOLE,
-        "status": TEXT,
-        "config": CONFIG,
-        "reason": TEXT,
-        "score": (NULL, POSITIVE),
-        "timings": {REST: {**INTERVAL, "rounds": WHOLE}},
-        **{f"{name}?": {REST: ANY} for name in ("environment", "conditions", "kernels", "estimate")},
-        **{f"{name}?": NUMBER for name in ("seconds", "gate_seconds")},
-        **{f"{name}?": (NULL, NUMBER) for name in ("noise", "roofline", "partial")},
-        "source?": TEXT,
-    },
+    TRIALS: {"study": TEXT, "trial": WHOLE, **EVALUATION},
     UNEVALUATED: {"study": TEXT, "trial": WHOLE, "status": TEXT, "reason": TEXT, "config": (NULL, CONFIG)},
     TIMINGS: {
         **{name: TEXT for name in ("round", "phase", "point", "anchor")},
@@ -318,7 +320,7 @@ def _document(folder: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"record {path} is damaged ({error}); run `pagegen tune` again") from None
     version = document.get("format") if isinstance(document, dict) else None
-    if type(version) is not int or version != FORMAT:
+    if not isinstance(document, dict) or not has_format(document, FORMAT):
         raise ConfigError(f"record {path} has format {version!r}, this pagegen reads format {FORMAT}; run `pagegen tune` again")
     try:
         require(DOCUMENT, document)

@@ -37,6 +37,24 @@ WHOLE = Leaf("a whole number of 0 or more", lambda value: _is_number(value) and 
 KNOB = Leaf("a knob's value: a whole number, a text, true or false", lambda value: isinstance(value, int | str))
 ANY = Leaf("", lambda value: True)
 
+CONFIG: Shape = {REST: KNOB}
+INTERVAL: Mapping[str, Shape] = {name: POSITIVE for name in ("median", "low", "high")}
+EVALUATION: Mapping[str, Shape] = {  # `pagegen.records.Evaluation` as records and storages have it
+    **{name: TEXT for name in ("status", "reason")},
+    "config": CONFIG,
+    "score": (NULL, POSITIVE),
+    "timings": {REST: {**INTERVAL, "rounds": WHOLE}},
+    **{f"{name}?": {REST: ANY} for name in ("environment", "conditions", "kernels", "estimate")},
+    **{f"{name}?": NUMBER for name in ("seconds", "gate_seconds")},
+    **{f"{name}?": (NULL, NUMBER) for name in ("noise", "roofline", "partial")},
+    "source?": TEXT,
+}
+
+
+def has_format(values: Mapping[str, Any], number: int) -> bool:
+    """Whether a document's `format` is this number; true is not 1."""
+    return type(values.get("format")) is int and values["format"] == number
+
 
 def parse(text: str) -> Any:
     """JSON that can be written again: ValueError for NaN, for a number too large for a float and for half a character."""

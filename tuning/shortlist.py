@@ -15,7 +15,7 @@ from pagegen.paths import TEMPLATES, write_atomic
 from pagegen.space import Config
 from pagegen.spec import KernelSpec, Op, Phase
 from pagegen.target import Target
-from pagegen.tuning.shape import ANY, KNOB, REST, TEXT, Shape, parse, require
+from pagegen.tuning.shape import ANY, KNOB, REST, TEXT, Shape, has_format, parse, require
 
 FORMAT = 1
 LABEL = "not measured"
@@ -77,7 +77,7 @@ class Shortlist:
             why = getattr(error, "strerror", None) or "it is not JSON"
             raise ConfigError(f"shortlist {path} cannot be read: {why}; {remedy}") from None
         found = values.get("format") if isinstance(values, dict) else None
-        if type(found) is not int or found != FORMAT or values.get("label") != LABEL:
+        if not isinstance(values, dict) or not has_format(values, FORMAT) or values.get("label") != LABEL:
             raise ConfigError(f"shortlist {path}: format {found!r} is not known; allowed: {FORMAT}; {remedy}")
         try:
             require(SHAPE, values)

@@ -36,6 +36,7 @@ from pagegen.tuning.asked import BRUTE
 from pagegen.tuning.lease import BEAT_SECONDS, LEASE, Heartbeat, holder
 from pagegen.tuning.pruning import Judge
 from pagegen.tuning.sampling import Coding, digest, make_sampler
+from pagegen.tuning.shape import EVALUATION, require
 
 MAX_REPEATS = 3  # proposals in a row that are known already, before one is chosen that is not
 MAX_LOSSES = 2  # evaluations of one config that died with their process, before it counts as failing: it is retried once
@@ -43,13 +44,6 @@ LOOKS = 4096  # configs around the best one that are looked at for one that is n
 CENTRES = 8  # others, chosen at random, before there is said to be none
 ALL_KNOWN = "every config of the space, or its like, is known"
 CHOICE_SECONDS = 0.05  # between two looks at a trial that another process is choosing
-NUMBER, MAYBE = (int, float), (int, float, type(None))
-FIELDS: Mapping[str, type | tuple[type, ...]] = {  # of an evaluation, as its storage may have them
-    **dict.fromkeys(("status", "reason", "source"), str),
-    **dict.fromkeys(("config", "timings", "environment", "conditions", "kernels", "estimate"), dict),
-    **dict.fromkeys(("seconds", "gate_seconds"), NUMBER),
-    **dict.fromkeys(("score", "noise", "roofline", "partial"), MAYBE),
-}
 UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, PagegenError)  # what is met in values that another pagegen wrote
 LOST, INTERRUPTED, GIVEN_UP = "lost", "interrupted", "never begun"  # how a trial `ended` that has no evaluation
 
@@ -491,14 +485,8 @@ class BucketStudy:
 
 def _evaluation(values: Any) -> Evaluation:
     """Reads an evaluation that any pagegen may have written. Raises what UNREADABLE has."""
-    found = Evaluation.from_dict(values)
-    for field, value in found.to_dict().items():
-        kinds = FIELDS[field]
-        if not isinstance(value, kinds) or isinstance(value, bool):
-            raise TypeError(f"{field} is {value!r}")
-    if not all(isinstance(number, int | float) for timing in found.timings.values() for number in dataclasses.astuple(timing)):
-        raise ValueError("a timing is no number")
-    return found
+    require(EVALUATION, values)
+    return Evaluation.from_dict(values)
 
 
 def what_misses(error: Exception) -> str:

@@ -12,8 +12,7 @@ from pagegen.errors import ConfigError, PagegenError
 from pagegen.space import Config, ConfigSpace
 from pagegen.spec import KernelSpec, Op, Phase
 from pagegen.target import Target, parse_target
-from pagegen.tuning.record import CONFIG
-from pagegen.tuning.shape import parse, require
+from pagegen.tuning.shape import CONFIG, parse, require
 
 MOST = 3  # configs of a bucket
 

@@ -26,6 +26,7 @@ from pagegen.target import Target, detect, is_present
 from pagegen.transfer import block_bytes
 from pagegen.tuning.asked import PRESETS, preset_names, require_workload
 from pagegen.tuning.dispatch import Span, span_of
+from pagegen.tuning.shape import has_format
 from pagegen.tuning.static_cpu import CLOCK, READ
 from pagegen.tuning.static_gpu import DEVICES
 from pagegen.tuning.workload import MAX_WEIGHT, WORKLOAD_FORMAT, Point, Workload, blocks_of
@@ -241,12 +242,7 @@ def read_workloads(path: Path) -> dict[Phase, Workload]:
         raise ConfigError(f"workload {path}, line {line}: {error.problem or 'it is not YAML'}") from None
     except (ValueError, RecursionError, yaml.YAMLError) as error:  # ValueError: an impossible date or number
         raise ConfigError(f"workload {path} is not YAML: {str(error).splitlines()[0]}") from None
-    if (
-        not isinstance(values, dict)
-        or not isinstance(root, yaml.MappingNode)
-        or type(values.get("format")) is not int
-        or values["format"] != WORKLOAD_FORMAT
-    ):
+    if not isinstance(values, dict) or not isinstance(root, yaml.MappingNode) or not has_format(values, WORKLOAD_FORMAT):
         found = values.get("format") if isinstance(values, dict) else None
         raise ConfigError(f"workload {path}: format {found!r} is not known; allowed: {WORKLOAD_FORMAT}")
     first: dict[str, int] = {}

@@ -626,15 +626,15 @@ PLAIN = Evaluation(Status.PASSED, SPACE.default.to_dict(), score=1.0).to_dict()
     ("changed", "said"),
     [
         ({"status": "NEWER"}, "'NEWER' is not a valid Status"),
-        ({"timings": None}, "NoneType"),
-        ({"timings": {"2x1@37": {"median": "x", "low": 1.0, "high": 1.0, "rounds": 1}}}, "a timing is no number"),
+        ({"timings": None}, "timings is None, not a mapping"),
+        ({"timings": {"2x1@37": {"median": "x", "low": 1.0, "high": 1.0, "rounds": 1}}}, "timings.2x1@37.median is 'x'"),
         ({"score": "1.0"}, "score is '1.0'"),
         ({"noise": []}, "noise is []"),
         ({"config": None}, "config is None"),
         ({"newer": 1}, "newer"),
         ("all of it", ""),
         (0, ""),
-        ({key: value for key, value in PLAIN.items() if key != "timings"}, "no 'timings'"),
+        ({key: value for key, value in PLAIN.items() if key != "timings"}, "timings is missing"),
     ],
 )
 def test_an_evaluation_that_another_pagegen_wrote_is_named_and_is_no_evidence_elsewhere(storage: BaseStorage, changed: Any, said: str) -> None:

@@ -488,8 +488,8 @@ constexpr int V_SPANS = TILE_KV;  // pieces of memory that a tile may lie in
 // Memory of the tile ahead, prefetched line by line beside the work on a tile: in the order of memory, which is the order that
 // the processor's own prefetchers and the memory's open rows like, and at an even pace, for a burst would fill the queue of
 // misses that the work's own loads stand in.
-// It fills all the same where the work is quicker than memory, and then AMD's processors drop prefetches: lines of a while ago are
-// prefetched again, which costs next to nothing where they have come.
+// It fills all the same where the work is quicker than memory, and then AMD's processors seem to drop prefetches: lines of a while
+// ago are prefetched again, which costs little where they have come.
 struct Span {
   const char *at, *end, *from;
 };
@@ -517,7 +517,7 @@ struct Ahead {
     }
     return at;
   }
-  // Reads it all at once: what would be prefetched in a burst would be dropped, where in the order of memory the processor looks ahead.
+  // Reads it all at once: prefetched in a burst it would come late, where in the order of memory the processor looks ahead.
   void read() const {
     for (const Span* span = list; span < last; ++span)
       for (const char* p = span->at; p < span->end; p += 64) *static_cast<const volatile char*>(p);

@@ -13,6 +13,7 @@ from .target import Target
 
 ALL_PHASES = frozenset(Phase)
 TILE_BYTES = 96 << 10  # of K and V of all heads, in a tile of the C++ attend with few rows
+FIRST_CACHE = 32 << 10  # bytes, of most processors
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -128,13 +129,18 @@ def _cpp_attend_space(spec: KernelSpec, target: Target) -> ConfigSpace:
     # Two tiles of all heads, this one and the one that is prefetched, are to stay in the second cache beside what else is there.
     token = spec.kv_heads * (spec.k_width + (0 if spec.v_in_k else spec.v_width)) * spec.cache_dtype.itemsize
     tile_few = max(16, min(64, 1 << (TILE_BYTES // token).bit_length() - 1)) if token <= TILE_BYTES else 16
-    if spec.kv_layout.k_order is Order.NHD and spec.kv_heads > 1:
-        tile_few = 16  # each head in turn reads its part of every token: in short tiles still nearly in the order of memory
+    if products(spec, target) == "pairs" and group > 4 and spec.head_dim < 128 and not spec.deterministic:
+        direct = 8  # sums across lanes, which rows share, would take as long as the products
+    if not spec.v_in_k and (spec.kv_layout.k_order is Order.NHD or (spec.kv_layout.k_order is Order.HND and spec.kv_heads == 1)):
+        # Each head in turn reads its part of every token: in short tiles nearly in the order of memory, and in the first cache.
+        tile_few = 32 if spec.cache_dtype.quantised or direct == 8 else 16
     if spec.kv_layout.k_order is Order.HDN:  # whole blocks: a part of one is a part of each of its rows
         tile_few = max(tile_few, min(128, 1 << (spec.block_size - 1).bit_length()))
         tile_kv = max(tile_kv, tile_few)
-    # Where memory is slower than the work, and its queue fills: not where stored numbers take long to read.
-    again = 0 if spec.cache_dtype.quantised or target.machine != "x86_64" or target.arch == "scalar" else 3
+    # The more often, the more of a tile comes from memory while one waits for it; where it fits into the first cache, it is the work.
+    again = 6 if token * (tile_kv if spec.deterministic else tile_few) > FIRST_CACHE and not spec.cache_dtype.quantised else 3
+    if target.machine != "x86_64" or target.arch == "scalar" or (spec.cache_dtype.quantised and spec.kv_layout.k_order is Order.HDN):
+        again = 0
     few = Knob("tile_few", (16, 32, 64, 128), tile_few, "the same where an item has few rows, as in decode; at most tile_kv")
     return ConfigSpace(
         (
@@ -146,7 +152,7 @@ def _cpp_attend_space(spec: KernelSpec, target: Target) -> ConfigSpace:
             Knob("row_block_packed", (2, 4, 6, 8, 12), 6, "the same where the tile is packed first, prefill"),
             Knob("pack_rows", packing, 32 if spec.v_in_k else 16, "from this many rows on, K and V tiles are packed first"),
             Knob("prefetch", (0, 1, 2), 1, "tiles ahead that are prefetched through the block table"),
-            Knob("prefetch_again", (0, 1, 3), again, "how often a line of them is prefetched again: a full queue may drop it"),
+            Knob("prefetch_again", (0, 1, 3, 6), again, "how often a line of them is prefetched again: a full queue may drop it"),
         ),
         (too_large,),
     )

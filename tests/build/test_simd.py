@@ -314,6 +314,13 @@ def test_a_lane_adds_both_products_of_its_pair(pairs: Words) -> None:
     assert torch.equal(out[1], c + a.float() @ b[0].float())
 
 
+def test_four_rows_are_transposed_128_bits_at_a_time(pairs: Words) -> None:
+    rows, out = torch.arange(128).bfloat16().view(4, 4, 8), torch.empty(5, 4, 8, dtype=torch.bfloat16)
+    pairs.call("quads", rows, out)
+    assert torch.equal(out[:4], rows.transpose(0, 1))
+    assert torch.equal(out[4], rows[0, 0].expand(4, 8))
+
+
 def test_two_rows_become_pairs(pairs: Words) -> None:
     out = torch.empty(2, 4, 4, 2, dtype=torch.bfloat16)  # vector, 128 bits of it, pair, row
     pairs.call("interleave_pairs", torch.arange(64).bfloat16(), out)

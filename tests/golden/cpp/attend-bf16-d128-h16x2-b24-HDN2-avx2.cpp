@@ -1,5 +1,5 @@
 // attend cpu:avx2 bf16-d128-h16x2-b24-HDN2
-// tile_kv=64 tile_q=16 split_kv=1024 tile_few=64 row_block=4 row_block_packed=6 pack_rows=16 prefetch=1 prefetch_again=3
+// tile_kv=64 tile_q=16 split_kv=1024 tile_few=64 row_block=4 row_block_packed=6 pack_rows=16 prefetch=1 prefetch_again=6
 //
 // A row is one query token of one query head. A work item is a tile of rows of one sequence that share a KV head,
 // and a range of that sequence's tokens: in decode the range is cut into parts of SPLIT_KV tokens, always at the same
@@ -555,7 +555,10 @@ struct Pace {
         __builtin_prefetch(now.at + i * 64, 0, 3);
         __builtin_prefetch(now.at + i * 64 - std::min<int64_t>(512, now.at + i * 64 - now.from), 0, 3);
         __builtin_prefetch(now.at + i * 64 - std::min<int64_t>(1024, now.at + i * 64 - now.from), 0, 3);
+        __builtin_prefetch(now.at + i * 64 - std::min<int64_t>(1536, now.at + i * 64 - now.from), 0, 3);
         __builtin_prefetch(now.at + i * 64 - std::min<int64_t>(2048, now.at + i * 64 - now.from), 0, 3);
+        __builtin_prefetch(now.at + i * 64 - std::min<int64_t>(2560, now.at + i * 64 - now.from), 0, 3);
+        __builtin_prefetch(now.at + i * 64 - std::min<int64_t>(3072, now.at + i * 64 - now.from), 0, 3);
       }
       now.at += N * 64;
     } else {

@@ -1,5 +1,5 @@
 // attend cpu:avx2 bf16-d24v40-h4x2-b3-NHD-kvint4-w9-cap20-alibi-sinks-det
-// tile_kv=64 tile_q=64 split_kv=1024 row_block=2 row_block_packed=6 pack_rows=16 prefetch=1 prefetch_again=0
+// tile_kv=64 tile_q=64 split_kv=1024 row_block=2 row_block_packed=6 pack_rows=16 prefetch=1 prefetch_again=3
 //
 // A row is one query token of one query head. A work item is a tile of rows of one sequence that share a KV head,
 // and a range of that sequence's tokens: in decode the range is cut into parts of SPLIT_KV tokens, always at the same
@@ -674,8 +674,10 @@ constexpr int V_SPANS = TILE_KV;  // pieces of memory that a tile may lie in
 // Memory of the tile ahead, prefetched line by line beside the work on a tile: in the order of memory, which is the order that
 // the processor's own prefetchers and the memory's open rows like, and at an even pace, for a burst would fill the queue of
 // misses that the work's own loads stand in.
+// It fills all the same where the work is quicker than memory, and then AMD's processors seem to drop prefetches: lines of a while
+// ago are prefetched again, which costs little where they have come.
 struct Span {
-  const char *at, *end;
+  const char *at, *end, *from;
 };
 template <int MOST>
 struct Ahead {
@@ -687,7 +689,7 @@ struct Ahead {
   void add(const C* from, int64_t bytes) {
     const char* at = reinterpret_cast<const char*>(from);
     if (last > list && last[-1].end == at) last[-1].end += bytes;
-    else if (last < list + MOST) *last++ = {at, at + bytes};
+    else if (last < list + MOST) *last++ = {at, at + bytes, at};
   }
   // `lines` lines from `at` on, across the ends of spans. No call, inlined by force: a call takes the sums of a loop out of their
   // registers, and to GCC a function that only prefetches does nothing, and its call may go.
@@ -697,9 +699,14 @@ struct Ahead {
         if (next == last) return {};
         at = *next++;
       }
-      __builtin_prefetch(at.at, 0, 2);
+      __builtin_prefetch(at.at, 0, 3);
     }
     return at;
+  }
+  // Reads it all at once: prefetched in a burst it would come late, where in the order of memory the processor looks ahead.
+  void read() const {
+    for (const Span* span = list; span < last; ++span)
+      for (const char* p = span->at; p < span->end; p += 64) *static_cast<const volatile char*>(p);
   }
   void fetch(int lines) {
     if (PREFETCH > 0) now = walk(now, lines);
@@ -718,7 +725,10 @@ struct Pace {
     if (now.end - now.at >= N * 64) {
 #pragma GCC unroll 16
       for (int i = 0; i < N; ++i) {
-        __builtin_prefetch(now.at + i * 64, 0, 2);
+        __builtin_prefetch(now.at + i * 64, 0, 3);
+        __builtin_prefetch(now.at + i * 64 - std::min<int64_t>(512, now.at + i * 64 - now.from), 0, 3);
+        __builtin_prefetch(now.at + i * 64 - std::min<int64_t>(1024, now.at + i * 64 - now.from), 0, 3);
+        __builtin_prefetch(now.at + i * 64 - std::min<int64_t>(2048, now.at + i * 64 - now.from), 0, 3);
       }
       now.at += N * 64;
     } else {
@@ -1210,6 +1220,11 @@ void run(Scratch& w, const pg_attend_args& a, int64_t s, int64_t head, int heads
   const int64_t from = range.from / TILE_KV * TILE_KV;
   const auto tile_at = [&](int64_t t) -> Tile& { return w.tiles[(t - from) / TILE_KV % (PREFETCH + 1)]; };
   for (int64_t t = from; t < from + PREFETCH * TILE_KV; t += TILE_KV) locate(a, table, head, t, range, tile_at(t));
+  if (PREFETCH > 0 && !packed) {
+    look_ahead(w, a, tile_at(from), 0, heads);
+    w.k_ahead.read();
+    w.v_ahead.read();
+  }
   for (int64_t t = from; t < range.to; t += TILE_KV) {
     Tile& ahead = tile_at(t + PREFETCH * TILE_KV);
     locate(a, table, head, t + PREFETCH * TILE_KV, range, ahead);

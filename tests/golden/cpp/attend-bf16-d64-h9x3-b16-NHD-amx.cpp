@@ -446,6 +446,13 @@ SIMD_INLINE V set1_pair(const bf16* p) {
   std::memcpy(&pair, p, sizeof pair);
   return set1(pair);
 }
+SIMD_INLINE V set1_quad(const bf16* p) { return _mm512_broadcast_f32x4(_mm_loadu_ps((const float*)p)); }
+SIMD_INLINE void transpose4(V* rows) {
+  const V a = _mm512_shuffle_f32x4(rows[0], rows[1], 0x44), b = _mm512_shuffle_f32x4(rows[0], rows[1], 0xee);
+  const V c = _mm512_shuffle_f32x4(rows[2], rows[3], 0x44), d = _mm512_shuffle_f32x4(rows[2], rows[3], 0xee);
+  rows[0] = _mm512_shuffle_f32x4(a, c, 0x88), rows[1] = _mm512_shuffle_f32x4(a, c, 0xdd);
+  rows[2] = _mm512_shuffle_f32x4(b, d, 0x88), rows[3] = _mm512_shuffle_f32x4(b, d, 0xdd);
+}
 SIMD_INLINE V pairs(const bf16* p) { return load((const float*)p); }
 SIMD_INLINE V pairs_n(const bf16* p, int n) { return as_floats(masked(_mm512_maskz_loadu_epi16((1ull << n) - 1, p))); }
 SIMD_INLINE V pairs(V low, V high) { return as_floats((__m512i)_mm512_cvtne2ps_pbh(high, low)); }

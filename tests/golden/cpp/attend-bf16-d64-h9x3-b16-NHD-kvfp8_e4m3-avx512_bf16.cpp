@@ -1,5 +1,5 @@
 // attend cpu:avx512_bf16 bf16-d64-h9x3-b16-NHD-kvfp8_e4m3
-// tile_kv=128 tile_q=64 split_kv=1024 tile_few=16 row_block=3 row_block_packed=6 pack_rows=16 prefetch=1 prefetch_again=0
+// tile_kv=128 tile_q=64 split_kv=1024 tile_few=32 row_block=3 row_block_packed=6 pack_rows=16 prefetch=1 prefetch_again=3
 //
 // A row is one query token of one query head. A work item is a tile of rows of one sequence that share a KV head,
 // and a range of that sequence's tokens: in decode the range is cut into parts of SPLIT_KV tokens, always at the same
@@ -557,6 +557,13 @@ SIMD_INLINE V set1_pair(const bf16* p) {
   std::memcpy(&pair, p, sizeof pair);
   return set1(pair);
 }
+SIMD_INLINE V set1_quad(const bf16* p) { return _mm512_broadcast_f32x4(_mm_loadu_ps((const float*)p)); }
+SIMD_INLINE void transpose4(V* rows) {
+  const V a = _mm512_shuffle_f32x4(rows[0], rows[1], 0x44), b = _mm512_shuffle_f32x4(rows[0], rows[1], 0xee);
+  const V c = _mm512_shuffle_f32x4(rows[2], rows[3], 0x44), d = _mm512_shuffle_f32x4(rows[2], rows[3], 0xee);
+  rows[0] = _mm512_shuffle_f32x4(a, c, 0x88), rows[1] = _mm512_shuffle_f32x4(a, c, 0xdd);
+  rows[2] = _mm512_shuffle_f32x4(b, d, 0x88), rows[3] = _mm512_shuffle_f32x4(b, d, 0xdd);
+}
 SIMD_INLINE V pairs(const bf16* p) { return load((const float*)p); }
 SIMD_INLINE V pairs_n(const bf16* p, int n) { return as_floats(masked(_mm512_maskz_loadu_epi16((1ull << n) - 1, p))); }
 SIMD_INLINE V pairs(V low, V high) { return as_floats((__m512i)_mm512_cvtne2ps_pbh(high, low)); }
@@ -614,10 +621,9 @@ SIMD_INLINE __m512i all_bytes(const void* p, int n) {
 template <class C>
 SIMD_INLINE void pairs(const C* p, int n, V& low, V& high) { widen_bytes<C>(all_bytes(p, n), low, high); }
 template <class C>
-SIMD_INLINE void interleave(const C* p, const C* q, int n, V* to) {
+SIMD_INLINE void interleave(const C* p, const C* q, int n, bool upper, V& low, V& high) {
   const __m512i a = all_bytes(p, n), b = all_bytes(q, n);
-  widen_bytes<C>(_mm512_unpacklo_epi8(a, b), to[0], to[1]);
-  widen_bytes<C>(_mm512_unpackhi_epi8(a, b), to[2], to[3]);
+  widen_bytes<C>(upper ? _mm512_unpackhi_epi8(a, b) : _mm512_unpacklo_epi8(a, b), low, high);
 }
 }  // namespace simd
 
@@ -632,7 +638,7 @@ constexpr int KV_HEADS = 3, GROUP = 3;
 constexpr int D = 64, DV = 64, BLOCK = 16;
 constexpr int TILE_KV = 128, TILE_Q = 64, SPLIT_KV = 1024;
 constexpr int ROW_BLOCK = 3, ROW_BLOCK_PACKED = 6;
-constexpr int PACK_ROWS = 16, PREFETCH = 1, TILE_FEW = 16;
+constexpr int PACK_ROWS = 16, PREFETCH = 1, TILE_FEW = 32;
 constexpr bool CAUSAL = true;
 
 constexpr int DP = up(D, 64), DVP = up(DV, 64);  // rows of scratch are whole vectors, zero-filled
@@ -674,8 +680,10 @@ constexpr int V_SPANS = TILE_KV;  // pieces of memory that a tile may lie in
 // Memory of the tile ahead, prefetched line by line beside the work on a tile: in the order of memory, which is the order that
 // the processor's own prefetchers and the memory's open rows like, and at an even pace, for a burst would fill the queue of
 // misses that the work's own loads stand in.
+// It fills all the same where the work is quicker than memory, and then AMD's processors seem to drop prefetches: lines of a while
+// ago are prefetched again, which costs little where they have come.
 struct Span {
-  const char *at, *end;
+  const char *at, *end, *from;
 };
 template <int MOST>
 struct Ahead {
@@ -687,7 +695,7 @@ struct Ahead {
   void add(const C* from, int64_t bytes) {
     const char* at = reinterpret_cast<const char*>(from);
     if (last > list && last[-1].end == at) last[-1].end += bytes;
-    else if (last < list + MOST) *last++ = {at, at + bytes};
+    else if (last < list + MOST) *last++ = {at, at + bytes, at};
   }
   // `lines` lines from `at` on, across the ends of spans. No call, inlined by force: a call takes the sums of a loop out of their
   // registers, and to GCC a function that only prefetches does nothing, and its call may go.
@@ -697,9 +705,14 @@ struct Ahead {
         if (next == last) return {};
         at = *next++;
       }
-      __builtin_prefetch(at.at, 0, 2);
+      __builtin_prefetch(at.at, 0, 3);
     }
     return at;
+  }
+  // Reads it all at once: prefetched in a burst it would come late, where in the order of memory the processor looks ahead.
+  void read() const {
+    for (const Span* span = list; span < last; ++span)
+      for (const char* p = span->at; p < span->end; p += 64) *static_cast<const volatile char*>(p);
   }
   void fetch(int lines) {
     if (PREFETCH > 0) now = walk(now, lines);
@@ -718,7 +731,10 @@ struct Pace {
     if (now.end - now.at >= N * 64) {
 #pragma GCC unroll 16
       for (int i = 0; i < N; ++i) {
-        __builtin_prefetch(now.at + i * 64, 0, 2);
+        __builtin_prefetch(now.at + i * 64, 0, 3);
+        __builtin_prefetch(now.at + i * 64 - std::min<int64_t>(512, now.at + i * 64 - now.from), 0, 3);
+        __builtin_prefetch(now.at + i * 64 - std::min<int64_t>(1024, now.at + i * 64 - now.from), 0, 3);
+        __builtin_prefetch(now.at + i * 64 - std::min<int64_t>(2048, now.at + i * 64 - now.from), 0, 3);
       }
       now.at += N * 64;
     } else {
@@ -927,9 +943,51 @@ inline void order_q([[maybe_unused]] bf16* q) {
   }
 }
 
+// The same as below for many rows: 128 bits of four tokens make a vector, whose products with one of q are sums of four tokens. That
+// costs two shuffles a vector of K, for all rows, and saves three of four sums across lanes of each row; and accumulators, so that
+// all rows share what was loaded and converted.
+template <int R>
+inline void score_wide(Scratch& w, int row, const Tile& tile) {
+  Pace<K_LINES, GROUP * DP / W / 2, K_SPANS> pace{w.k_ahead};
+  for (int t = 0; t < tile.count; t += W) {
+    V parts[R][4];  // of token t + 4 j + i in lanes 4 j to 4 j + 3 of the i-th
+    for (int i = 0; i < 4; i += 2) {
+      V acc[R][2];
+      for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = zero();
+      const auto* rows = anew(w.q + row);
+#pragma GCC unroll 16
+      for (int d = 0; d < DP; d += UNIT_DIMS) {
+        V k[2][PAIRS][4];
+        for (int j = 0; j < 2; ++j) {
+          V tokens[4][PAIRS];
+          for (int c = 0; c < 4; ++c) k_dims(tile.k[t + 4 * c + i + j], d, tokens[c]);
+          for (int n = 0; n < PAIRS; ++n) {
+            for (int c = 0; c < 4; ++c) k[j][n][c] = tokens[c][n];
+            transpose4(k[j][n]);
+          }
+        }
+#pragma GCC unroll 2
+        for (int n = 0; n < PAIRS; ++n)
+#pragma GCC unroll 4
+          for (int c = 0; c < 4; ++c) {
+            pace.template step<R * 2>();
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r) {
+              const V q = set1_quad(&rows[r][d + n * 2 * W + c * W / 2]);
+              for (int j = 0; j < 2; ++j) acc[r][j] = dot(q, k[j][n][c], acc[r][j]);
+            }
+          }
+      }
+      for (int r = 0; r < R; ++r) parts[r][i] = acc[r][0], parts[r][i + 1] = acc[r][1];
+    }
+    for (int r = 0; r < R; ++r) store(&w.s[row + r][t], mul(sum4(parts[r][0], parts[r][1], parts[r][2], parts[r][3]), set1(w.scale[row + r])));
+  }
+}
+
 // Scores of R rows against token-major K in place: W dot products at a time, summed across lanes together.
 template <int R>
 inline void score(Scratch& w, int row, const Tile& tile, const pg_attend_args&) {
+  if constexpr (R > 4) return score_wide<R>(w, row, tile);
   const int count = tile.count;
   Pace<K_LINES, GROUP * DP / W / 2, K_SPANS> pace{w.k_ahead};
   for (int t = 0; t < count; t += W) {
@@ -961,14 +1019,19 @@ inline void score(Scratch& w, int row, const Tile& tile, const pg_attend_args&) 
 // Where interleaving two tokens puts the pair of a dim, of UNIT_DIMS.
 constexpr int place(int d) { return d / 4 % (2 * PAIRS) * W + d / (8 * PAIRS) * 4 + d % 4; }
 
-// UNIT_DIMS pairs of V from d on, of the tokens 2 i and 2 i + 1.
+// As many W pairs of V as `to` holds, from d on, of the tokens 2 i and 2 i + 1.
 inline auto v_in_place(const Tile& tile) {
-  return [&](int i, int d, V* to) { interleave(tile.v[2 * i] + d, tile.v[2 * i + 1] + d, DV - d, to); };
+  return [&](int i, int d, auto& to) {
+    constexpr int N = sizeof to / sizeof *to;
+    const int first = N == 4 ? d : d / UNIT_DIMS * UNIT_DIMS;
+    for (int n = 0; n < N; n += 2)
+      interleave(tile.v[2 * i] + first, tile.v[2 * i + 1] + first, DV - first, N == 4 ? n > 0 : d > first, to[n], to[n + 1]);
+  };
 }
 
 inline auto v_packed(const Scratch& w) {
-  return [&](int i, int d, V* to) {
-    for (int n = 0; n < 2 * PAIRS; ++n) to[n] = load(&w.v_tile[i][d + n * W]);
+  return [&](int i, int d, auto& to) {
+    for (V& pairs : to) pairs = load(&w.v_tile[i][d]), d += W;
   };
 }
 
@@ -1090,7 +1153,7 @@ inline void softmax(Scratch& w, int first, int end, const Tile& tile) {
 // `v(i, d, to)` gives dims of the tokens 2 i and 2 i + 1, side by side, from dim d on: UNIT vectors. `step` is called before each.
 template <int R, int CHUNKS, class F, class G>
 inline __attribute__((always_inline)) void accumulate_chunks(Scratch& w, int row, const Tile& tile, int c0, F v, G step) {
-  constexpr int UNIT = 4;
+  constexpr int UNIT = R > 4 ? 2 : 4;
   const int steps = (tile.count + 1) / 2;
   V acc[R][up(CHUNKS, UNIT)];
   for (int r = 0; r < R; ++r)
@@ -1127,7 +1190,7 @@ constexpr int chunks_of(int all, int most, int unit) {
 template <int R, bool IN_PLACE, class F>
 inline void accumulate(Scratch& w, int row, const Tile& tile, F v) {
   constexpr int FREE = REGISTERS / 2;  // of the registers, for accumulators
-  constexpr int CHUNKS = DVP / W, UNIT = 4, BUDGET = std::clamp(FREE / R / UNIT * UNIT, UNIT, up(CHUNKS, UNIT));
+  constexpr int CHUNKS = DVP / W, UNIT = R > 4 ? 2 : 4, BUDGET = std::clamp(FREE / R / UNIT * UNIT, UNIT, up(CHUNKS, UNIT));
   constexpr int STEP = chunks_of(CHUNKS, BUDGET, UNIT), REST = CHUNKS % STEP;
   Pace<V_LINES, GROUP * CHUNKS, V_SPANS> pace{w.v_ahead};
   const auto step = [&] {
@@ -1197,6 +1260,11 @@ void run(Scratch& w, const pg_attend_args& a, int64_t s, int64_t head, int heads
   const int length = packed ? TILE_KV : std::min(TILE_FEW, TILE_KV);
   const auto tile_at = [&](int64_t t) -> Tile& { return w.tiles[(t - from) / length % (PREFETCH + 1)]; };
   for (int64_t t = from; t < from + PREFETCH * length; t += length) locate(a, table, head, t, range, tile_at(t), length);
+  if (PREFETCH > 0 && !packed) {
+    look_ahead(w, a, tile_at(from), 0, heads);
+    w.k_ahead.read();
+    w.v_ahead.read();
+  }
   for (int64_t t = from; t < range.to; t += length) {
     Tile& ahead = tile_at(t + PREFETCH * length);
     locate(a, table, head, t + PREFETCH * length, range, ahead, length);

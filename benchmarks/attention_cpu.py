@@ -7,14 +7,16 @@
 A batch is a spec and a SEQSxQUERY@CONTEXT, and becomes a JSON record in results/<target>/attention_cpu/. Every contender
 reads the same memory, in pages of 2 MiB, in turns of at least 1 GB or of one batch if that is larger. The plain read
 streams as many bytes with the widest vectors of the target on the same threads; the read of blocks (decode) those of the batch, each
-whole, in the order of its block table, the next one prefetched: what no kernel on such a cache can beat by much. `make bench-peers`
-installs vLLM.
+whole, in the order of its block table, the next one prefetched: what no kernel on such a cache can beat by much. The loop is that read
+with as many products of each vector as attention needs at least, and prefetches like those of a kernel: attention without softmax, sums
+across lanes and conversions. `make bench-peers` installs vLLM.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import importlib.metadata
 import itertools
 import json
@@ -31,13 +33,14 @@ from peers import Call, Copies, common_turn, sdpa_calls, vllm_calls, vllm_error,
 
 from pagegen import __version__
 from pagegen.build import build
-from pagegen.catalog import template_for, variant
+from pagegen.catalog import products, template_for, variant
 from pagegen.errors import PagegenError
 from pagegen.kernel import Attend
 from pagegen.loader import fingerprint
 from pagegen.package import find_package, load_package
 from pagegen.paths import write_atomic
 from pagegen.render import render
+from pagegen.space import ConfigSpace
 from pagegen.spec import DType, KernelSpec, KVLayout, Op, Phase
 from pagegen.target import Target, detect, parse_target
 from pagegen.transfer import block_bytes
@@ -54,6 +57,7 @@ MAX_KV_BYTES = 4 << 30
 RESIDENT_BYTES = 200 * 10**6  # from here on a batch lies in memory, whatever the caches are
 MM_SIZE = 2048  # of the matrix product that prefill is compared with
 OURS = "pagegen"  # the default
+OF_BLOCKS = {"blocks": "read of its blocks", "loop": "loop over its blocks"}  # contenders that older records may lack
 
 HEADS = ((9, 3, 64), (32, 8, 128), (8, 1, 128), (16, 16, 64), (14, 2, 64), (32, 32, 96))
 DECODE: tuple[tuple[str, tuple[tuple[int, int, int], ...], tuple[int, ...], tuple[str, ...]], ...] = (
@@ -97,9 +101,26 @@ def grid(layout: KVLayout) -> Iterator[Batch]:
 # --- contenders ------------------------------------------------------------------------------------------------------
 
 
+def products_of(batch: Batch, target: Target, loaded: int) -> int:
+    """Multiplications of a vector, of `loaded` bytes in all, that a batch needs at least: of fp32 or of pairs; 0 on a matrix unit."""
+    width = {"vector": 4, "pairs": 2, "matrix": 0}[products(batch.spec, target)]  # bytes of a number as it is multiplied
+    return width * batch.point.flops(batch.spec) // (2 * loaded)
+
+
+def space_of(spec: KernelSpec, target: Target) -> ConfigSpace:
+    """The configs of attend."""
+    return template_for(Op.ATTEND, spec, target).space(spec, target)
+
+
+def prefetches_again(spec: KernelSpec, target: Target) -> int:
+    """How often attend prefetches a line again if the cache is not quantised: over bytes, too, that makes the loop quicker."""
+    plain = spec.replace(kv_dtype=None, kv_scale=None)
+    return int(space_of(plain, target).default.to_dict().get("prefetch_again", 0))
+
+
 def default_attend(spec: KernelSpec, target: Target, values: dict[str, Any] | None = None) -> Attend:
     """attend with its default config, or with some knobs changed."""
-    space = template_for(Op.ATTEND, spec, target).space(spec, target)
+    space = space_of(spec, target)
     config = space.config({**space.default.to_dict(), **(values or {})})
     return build(render(variant(Op.ATTEND, spec, target, config)))  # type: ignore[return-value]  # what ATTEND builds
 
@@ -108,7 +129,7 @@ def attend_of(checkout: str, spec: KernelSpec, target: Target) -> Attend:
     """attend with its default config, of another checkout of pagegen: what a change brought, in the same rounds."""
     command = [sys.executable, "-m", "pagegen", "render", spec.slug, "--target", target.name]
     text = subprocess.run(command, cwd=checkout, env={**os.environ, "PYTHONPATH": checkout}, capture_output=True, text=True, check=True).stdout
-    ours = render(variant(Op.ATTEND, spec, target, template_for(Op.ATTEND, spec, target).space(spec, target).default))
+    ours = render(variant(Op.ATTEND, spec, target, space_of(spec, target).default))
     if "pagegen_attend_call" not in text:  # of before the library was called by way of it
         own = ours.text
         text += own[own.index("// A kernel as a function of Python's") : own.index("}  // namespace python")] + "}\n" + own[own.rindex("PG_EXPORT") :]
@@ -197,11 +218,13 @@ def contenders(batch: Batch, target: Target, options: argparse.Namespace) -> tup
         pieces_of = [block_addresses(pool, point, table) for table in ours.block_tables]
         block = pool.k_cache[0].nbytes
 
-        def read_blocks() -> None:
+        def read_blocks(products: int = 0, again: int = 0) -> None:
             addresses = pieces_of[next(turn) % len(pieces_of)]
-            loops.read_pieces(addresses.data_ptr(), len(addresses), block, threads)
+            loops.read_pieces(addresses.data_ptr(), len(addresses), block, threads, products, again)
 
+        multiplied = products_of(batch, target, len(pieces_of[0]) * block)
         calls["blocks"] = read_blocks
+        calls["loop"] = functools.partial(read_blocks, multiplied, prefetches_again(spec, target))
     else:
         calls["torch_mm"] = matrix_product(MM_SIZE, target)
     alike = len(set(point.context_lens)) == 1  # ragged batches are ours alone
@@ -319,7 +342,7 @@ def line_of(result: Result, roofline: Roofline) -> list[str]:
         f"{record['kv_bytes'] / mine / 1e9:.1f}",
         f"{record['flops'] / mine / 1e9:.0f}",
         _interval(result.ratio("read", OURS)),
-        _interval(result.ratio("blocks", OURS)) if "blocks" in record["contenders"] else "",
+        *(_interval(result.ratio(name, OURS)) if name in record["contenders"] else "" for name in OF_BLOCKS),
         f"{floor / mine:.2f}",
         f"{(mine - floor) * 1e6:.0f}",
         f"{result.fastest.removeprefix('layout=')} {_interval(result.ratio('read', result.fastest))}" if result.fastest != OURS else "",
@@ -330,8 +353,8 @@ def line_of(result: Result, roofline: Roofline) -> list[str]:
 
 
 COLUMNS = (
-    "batch", "KV MB", "us", "GB/s", "GFLOP/s", "share of read", "of blocks read", "share of floor", "us above it",
-    "faster layout, its share of read", "tuned gain", "best peer", "its time over ours", "vLLM's time over ours",
+    "batch", "KV MB", "us", "GB/s", "GFLOP/s", "share of read", "of blocks read", "of the loop", "share of floor",
+    "us above it", "faster layout, its share of read", "tuned gain", "best peer", "its time over ours", "vLLM's time over ours",
 )  # fmt: skip
 
 
@@ -359,8 +382,9 @@ def report(folder: Path, roofline: Roofline) -> Path:
         lines += ["", f"{title}: share of the plain read {_geomean(chosen, lambda _: 'read')}."]
         if any(result.fastest != OURS for result in chosen):
             lines += ["", f"{title}: share of the plain read, each in its fastest layout, {_geomean(chosen, lambda _: 'read', _fastest)}."]
-        if read := [result for result in chosen if "blocks" in result.record["contenders"]]:
-            lines += ["", f"{title}: share of the read of its blocks {_geomean(read, lambda _: 'blocks')}."]
+        for name, what in OF_BLOCKS.items():
+            if read := [result for result in chosen if name in result.record["contenders"]]:
+                lines += ["", f"{title}: share of the {what} {_geomean(read, lambda _, name=name: name)}."]
         for config in sorted({name for result in chosen for name in result.configs}):
             lines += ["", f"{title}: time with {config} {_geomean([r for r in chosen if config in r.configs], lambda _, name=config: name)}."]
     found = [Disturbance(**result.record["disturbance"]) for result in results]

@@ -38,8 +38,9 @@ class Limits:
         self._read, self._fma = library.pagegen_read, library.pagegen_fma
         self._amx, self._pairs = library.pagegen_amx, library.pagegen_pairs
         self._read.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int32]
-        self._read_pieces = library.pagegen_read_pieces
-        self._read_pieces.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int32]
+        self._read_pieces, self._products = library.pagegen_read_pieces, library.pagegen_products
+        self._read_pieces.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, *[ctypes.c_int32] * 3]
+        self._products.argtypes, self._products.restype = [ctypes.c_int32], ctypes.c_int32
         self._read.restype = self._read_pieces.restype = ctypes.c_uint64
         for function in (self._fma, self._amx, self._pairs):
             function.argtypes, function.restype = [ctypes.c_int64, ctypes.c_int32], ctypes.c_int64
@@ -48,10 +49,15 @@ class Limits:
         """Streams once (or `repeats` times) over `num_bytes` from `address`, a multiple of 64, on `threads` threads."""
         self._read(address, num_bytes, repeats, threads)
 
-    def read_pieces(self, addresses: int, count: int, num_bytes: int, threads: int) -> int:
+    def read_pieces(self, addresses: int, count: int, num_bytes: int, threads: int, products: int = 0, again: int = 0) -> int:
         """Streams over `count` pieces of `num_bytes`, a multiple of 64, in their order, their addresses (int64) at `addresses`;
-        answers all their 8-byte words or'ed together."""
-        return int(self._read_pieces(addresses, count, num_bytes, threads))
+        answers all their 8-byte words or'ed together. Each vector is multiplied `products(products)` times beside; `again`, 0 or 3:
+        how often a line of the next piece is prefetched again, as attend's knob `prefetch_again`."""
+        return int(self._read_pieces(addresses, count, num_bytes, threads, products, again))
+
+    def products(self, asked: int) -> int:
+        """How many multiply-adds of each vector `read_pieces` does where so many are asked for: as many, or the next fewer it has."""
+        return int(self._products(asked))
 
     def fma(self, threads: int, steps: int = FMA_STEPS) -> int:
         """FP32 multiply-adds in registers; answers how many operations that were."""

@@ -2,6 +2,7 @@
 // AMX tiles.
 // pagegen/tuning/roofline.py times the calls. No Jinja here: vectors are as wide as the target's flags allow.
 #include <cstdint>
+#include <initializer_list>
 #include <omp.h>
 #if defined(__x86_64__) && defined(__linux__)
 #include <cpuid.h>
@@ -44,20 +45,73 @@ inline Floats multiply_add(Floats a, Floats b, Floats c) {
 #endif
 }
 
-// Reads `bytes` from p and, unless that is null, prefetches as many from `ahead` beside.
+// Reads `bytes` from p, with PRODUCTS multiply-adds of each vector, and prefetches as many bytes from `ahead` unless that is null:
+// once into the second cache or, AGAIN, into the first and three times again, as attend.cpp.jinja's Pace. The multiply-adds are of
+// fp32: as many of the pairs of AVX512_BF16 take as long on a Zen 5 (7.7 and 8.3 G/s), where their time does not depend on the bytes.
+template <int PRODUCTS, bool AGAIN = false>
 inline __attribute__((always_inline)) uint64_t read_all(const char* p, int64_t bytes, const char* ahead = nullptr) {
-  Words seen[STREAM] = {};
-  for (int64_t at = 0; at + STEP <= bytes; at += STEP) {
-    if (ahead)
-      for (int64_t line = 0; line < STEP; line += 64) __builtin_prefetch(ahead + at + line, 0, 2);
-#pragma GCC unroll 8
-    for (int i = 0; i < STREAM; i++) seen[i] |= *(const Words*)(p + at + i * VECTOR);
+  constexpr int SEEN = PRODUCTS ? 2 : STREAM, SUMS = VECTOR == 32 ? 8 : CHAINS;  // AVX2 has 16 registers for them all
+  Words seen[SEEN] = {};
+  Floats chain[SUMS] = {}, factor = {};
+  if constexpr (PRODUCTS > 0) {
+    factor += 0.5f;
+    for (Floats& sum : chain) asm("" : "+x"(sum));  // chains of the same sums would become one
   }
-  for (int64_t at = bytes / STEP * STEP; at + VECTOR <= bytes; at += VECTOR) seen[0] |= *(const Words*)(p + at);
+  int64_t at = 0;
+  const auto take = [&](int i) __attribute__((always_inline)) {
+    const Words words = *(const Words*)(p + at + i * VECTOR);
+    seen[i % SEEN] |= words;
+#pragma GCC unroll 32
+    for (int k = i * PRODUCTS; k < (i + 1) * PRODUCTS; k++) {
+      asm("" : "+x"(factor));  // nor are these the same product
+      chain[k % SUMS] = multiply_add((Floats)words, factor, chain[k % SUMS]);
+    }
+  };
+  for (; at + STEP <= bytes; at += STEP) {
+    if constexpr (AGAIN) {
+      for (int64_t lag : {0, 512, 1024, 2048}) {
+        const char* from = ahead + (at < lag ? 0 : at - lag);
+        for (int64_t line = 0; line < STEP; line += 64) __builtin_prefetch(from + line, 0, 3);
+      }
+    } else if (ahead) {
+      for (int64_t line = 0; line < STEP; line += 64) __builtin_prefetch(ahead + at + line, 0, 2);
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < STREAM; i++) take(i);
+  }
+  for (; at + VECTOR <= bytes; at += VECTOR) take(0);
+  if constexpr (PRODUCTS > 0)
+    for (Floats& sum : chain) asm volatile("" : "+x"(sum));
   uint64_t any = 0;
   for (const Words& words : seen)
     for (int lane = 0; lane < VECTOR / 8; lane++) any |= words[lane];
   return any;
+}
+
+using Read = uint64_t (*)(const void* const* pieces, int64_t count, int64_t bytes, int32_t threads);
+template <int PRODUCTS, bool AGAIN>
+uint64_t read_pieces(const void* const* pieces, int64_t count, int64_t bytes, int32_t threads) {
+  uint64_t any = 0;
+#pragma omp parallel for schedule(static) num_threads(threads) reduction(| : any)
+  for (int64_t i = 0; i < count; i++)
+    any |= read_all<PRODUCTS, AGAIN>((const char*)pieces[i], bytes, (const char*)pieces[i + 1 < count ? i + 1 : i]);
+  return any;
+}
+
+struct Reader {
+  int32_t products;
+  Read once, again;
+};
+template <int... PRODUCTS>
+constexpr Reader READERS[] = {{PRODUCTS, read_pieces<PRODUCTS, false>, read_pieces<PRODUCTS, true>}...};
+
+// That of the most products that are no more than asked for: a limit may be too high, not too low.
+const Reader& reader(int32_t products) {
+  const auto& readers = READERS<0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32>;
+  const Reader* found = readers;
+  for (const Reader& each : readers)
+    if (each.products <= products) found = &each;
+  return *found;
 }
 }  // namespace
 
@@ -69,20 +123,22 @@ API uint64_t pagegen_read(const void* p, int64_t bytes, int64_t repeats, int32_t
     const int64_t part = bytes / omp_get_num_threads() / STEP * STEP;
     const char* mine = (const char*)p + part * omp_get_thread_num();
     for (int64_t i = 0; i < repeats; i++) {
-      any |= read_all(mine, part);
+      any |= read_all<0>(mine, part);
       asm volatile("" ::: "memory");
     }
   }
   return any;
 }
 
-// Reads `count` pieces of `bytes` each (aligned to 64) in their order, each thread its own part of them, the next prefetched.
-API uint64_t pagegen_read_pieces(const void* const* pieces, int64_t count, int64_t bytes, int32_t threads) {
-  uint64_t any = 0;
-#pragma omp parallel for schedule(static) num_threads(threads) reduction(| : any)
-  for (int64_t i = 0; i < count; i++) any |= read_all((const char*)pieces[i], bytes, (const char*)pieces[i + 1 < count ? i + 1 : i]);
-  return any;
+// Reads `count` pieces of `bytes` each (aligned to 64) in their order, each thread its own part of them, the next prefetched and
+// `again`, 0 or 3 times. Of each vector there are pagegen_products(products) multiply-adds.
+API uint64_t pagegen_read_pieces(const void* const* pieces, int64_t count, int64_t bytes, int32_t threads, int32_t products, int32_t again) {
+  const Reader& with = reader(products);
+  return (again ? with.again : with.once)(pieces, count, bytes, threads);
 }
+
+// How many multiply-adds pagegen_read_pieces does of each vector where so many are asked for.
+API int32_t pagegen_products(int32_t products) { return reader(products).products; }
 
 // FP32 operations of a call: 2 for each lane, chain, step and thread.
 API int64_t pagegen_fma(int64_t steps, int32_t threads) {

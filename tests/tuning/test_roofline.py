@@ -1,8 +1,11 @@
 """The machine's limits are measured, and a batch's least time follows from them."""
 
+import copy
+import importlib
 import json
 import re
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -12,7 +15,7 @@ from pagegen.kernel import allocate_bytes
 from pagegen.paths import TEMPLATES
 from pagegen.resources import cpu_resources
 from pagegen.spec import DType, KernelSpec, Phase, parse_slug
-from pagegen.target import Hardware, Target, best_cpu, detect
+from pagegen.target import Hardware, Target, best_cpu, detect, parse_target
 from pagegen.tuning import roofline
 from pagegen.tuning.contest import Row, limit_notes
 from pagegen.tuning.decide import decide
@@ -24,6 +27,7 @@ from pagegen.tuning.workload import Point, cold_bytes
 from tests.conftest import cpu_targets
 from tests.tuning.fake_record import make_record
 
+ROOT = Path(__file__).parents[2]
 KNOWN = Roofline(
     levels={"L2": {1: 1000}, "L3": {1: 10_000}, "memory": {1: 10**6}},
     bandwidth={level: {1: Interval(rate, rate, rate)} for level, rate in (("L2", 100.0), ("L3", 20.0), ("memory", 10.0))},
@@ -46,11 +50,17 @@ def test_a_call_of_the_peaks_says_what_it_computed(target: Target) -> None:
 @pytest.mark.compiler
 @pytest.mark.parametrize("target", [case for case in cpu_targets() if case.id != "cpu:scalar"])
 def test_the_peak_of_fp32_is_one_of_fused_multiply_adds(target: Target) -> None:
-    mix = cpu_resources(compile_library((TEMPLATES / "cpp" / "roofline.cpp").read_text(), target), target).instructions
-    if not mix:
-        pytest.skip("no objdump (binutils) here to read the library with")
-    fused = sum(count for name, count in mix.items() if name.startswith("FMA"))
-    assert fused == 12, "one for each chain: a product and a sum would be two instructions, and half the peak where they share a port"
+    text = (TEMPLATES / "cpp" / "roofline.cpp").read_text()
+
+    def fused(*products: int) -> int:
+        only = re.sub("READERS<0, .*>;", f"READERS<{', '.join(map(str, products))}>;", text)
+        mix = cpu_resources(compile_library(only, target), target).instructions
+        if not mix:
+            pytest.skip("no objdump (binutils) here to read the library with")
+        return sum(count for name, count in mix.items() if name.startswith("FMA"))
+
+    assert fused(0) == 12, "one for each chain: a product and a sum would be two instructions, and half the peak where they share a port"
+    assert fused(0, 12) >= 12 + 8 * 12, "the same of each product of the 8 vectors of a step, none left out"
 
 
 @pytest.mark.compiler
@@ -60,8 +70,11 @@ def test_the_read_of_pieces_reads_each_to_its_end(target: Target) -> None:
     for at, bit in enumerate((1, 2, 4)):
         memory[2 * at, -8 + at] = bit
     addresses = torch.tensor([piece.data_ptr() for piece in memory])
-    assert Limits(target).read_pieces(addresses.data_ptr(), 5, memory[0].nbytes, 2) == 1 | 2 << 8 | 4 << 16
-    assert Limits(target).read_pieces(addresses.data_ptr(), 4, memory[0].nbytes, 2) == 1 | 2 << 8, "the last is not among them"
+    loops = Limits(target)
+    for products, again in ((0, 0), (8, 0), (0, 3), (3, 3), (32, 3)):
+        assert loops.read_pieces(addresses.data_ptr(), 5, memory[0].nbytes, 2, products, again) == 1 | 2 << 8 | 4 << 16
+    assert loops.read_pieces(addresses.data_ptr(), 4, memory[0].nbytes, 2) == 1 | 2 << 8, "the last is not among them"
+    assert [loops.products(asked) for asked in (0, 1, 3, 5, 7, 8, 11, 31, 100)] == [0, 1, 3, 4, 6, 8, 8, 24, 32], "never more than asked"
 
 
 @pytest.mark.compiler
@@ -185,3 +198,50 @@ def test_the_plot_shows_every_batch_within_its_frame() -> None:
     assert len(centres) == 3 and all(70 <= x <= 640 and 50 <= y <= 460 for x, y in centres)
     assert centres[0][0] > centres[1][0] and centres[0][1] < centres[1][1]  # further right, and higher
     assert "memory: 0 GB/s" in svg and "bf16 products" in svg
+
+
+# --- benchmarks/attention_cpu.py -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def attention_cpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return importlib.import_module("attention_cpu")
+
+
+@pytest.mark.parametrize(
+    ("slug", "target", "products", "again"),
+    [
+        ("bf16-d64-h16x16-b32-NHD", "cpu:avx512_bf16", 1, 3),
+        ("bf16-d128-h32x8-b32-NHD", "cpu:avx512_bf16", 4, 3),
+        ("bf16-d128-h32x8-b32-NHD", "cpu:avx2", 8, 3),
+        ("fp32-d128-h32x8-b32-NHD", "cpu:avx512_bf16", 4, 3),
+        ("bf16-d128-h32x8-b32-NHD-kvint8", "cpu:avx512_bf16", 8, 3),
+        ("bf16-d128-h32x8-b32-NHD", "cpu:neon", 8, 0),
+        ("bf16-d128-h32x8-b32-NHD", "cpu:amx", 0, 0),
+    ],
+)
+def test_the_loop_multiplies_each_vector_by_the_rows_that_share_its_head(
+    slug: str, target: str, products: int, again: int, attention_cpu: ModuleType
+) -> None:
+    spec, point = parse_slug(slug)[0], Point.parse("8x1@2048")
+    numbers = 2 * 8 * 2048 * spec.kv_heads * spec.head_dim  # of K and V
+    batch = attention_cpu.Batch(spec, Phase.DECODE, point)
+    assert attention_cpu.products_of(batch, parse_target(target), numbers * spec.cache_dtype.itemsize) == products
+    assert attention_cpu.prefetches_again(spec, parse_target(target)) == again
+
+
+def test_a_report_gives_the_share_of_the_loop_where_a_record_has_it(tmp_path: Path, attention_cpu: ModuleType) -> None:
+    measured = ROOT / "results/zen5/cpu-avx512_bf16/attention_cpu"
+    old = json.loads((measured / "decode-bf16-d64-h16x16-b32-NHD-8x1_2048.json").read_text())
+    old["contenders"].pop("loop", None)
+    new = copy.deepcopy(old) | {"name": "with the loop"}
+    new["contenders"]["loop"] = {**new["contenders"][attention_cpu.OURS], "rounds": [s / 2 for s in new["contenders"][attention_cpu.OURS]["rounds"]]}
+    for name, record in (("decode-old", old), ("decode-new", new)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(record))
+    table = attention_cpu.report(tmp_path, Roofline.from_dict(json.loads((measured / "roofline.json").read_text()))).read_text()
+    rows = {cells[0]: cells for line in table.splitlines() if line.startswith("|") for cells in [[cell.strip() for cell in line.strip("|").split("|")]]}
+    at = rows["batch"].index("of the loop")
+    assert (rows["with the loop"][at], rows[old["name"]][at]) == ("0.50 [0.50, 0.50]", "")
+    assert "share of the loop over its blocks 0.50 [0.50, 0.50] (one batch)." in table
+    assert re.search(r"share of the read of its blocks .*\(geometric mean of 2 batches\)", table)

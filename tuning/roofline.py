@@ -51,8 +51,8 @@ class Limits:
 
     def read_pieces(self, addresses: int, count: int, num_bytes: int, threads: int, products: int = 0, again: int = 0) -> int:
         """Streams over `count` pieces of `num_bytes`, a multiple of 64, in their order, their addresses (int64) at `addresses`;
-        answers all their 8-byte words or'ed together. Each vector is multiplied `products(products)` times beside; `again`, 0 or 3:
-        how often a line of the next piece is prefetched again, as attend's knob `prefetch_again`."""
+        answers all their 8-byte words or'ed together. Each vector is multiplied `products(products)` times beside; `again`, 0, 3
+        or 6: how often a line of the next piece is prefetched again, as attend's knob `prefetch_again`."""
         return int(self._read_pieces(addresses, count, num_bytes, threads, products, again))
 
     def products(self, asked: int) -> int:

@@ -46,9 +46,9 @@ inline Floats multiply_add(Floats a, Floats b, Floats c) {
 }
 
 // Reads `bytes` from p, with PRODUCTS multiply-adds of each vector, and prefetches as many bytes from `ahead` unless that is null:
-// once into the second cache or, AGAIN, into the first and three times again, as attend.cpp.jinja's Pace. The multiply-adds are of
+// once into the second cache or into the first and AGAIN times again, as attend.cpp.jinja's Pace. The multiply-adds are of
 // fp32: as many of the pairs of AVX512_BF16 take as long on a Zen 5 (7.7 and 8.3 G/s), where their time does not depend on the bytes.
-template <int PRODUCTS, bool AGAIN = false>
+template <int PRODUCTS, int AGAIN = 0>
 inline __attribute__((always_inline)) uint64_t read_all(const char* p, int64_t bytes, const char* ahead = nullptr) {
   constexpr int SEEN = PRODUCTS ? 2 : STREAM, SUMS = VECTOR == 32 ? 8 : CHAINS;  // AVX2 has 16 registers for them all
   Words seen[SEEN] = {};
@@ -68,8 +68,9 @@ inline __attribute__((always_inline)) uint64_t read_all(const char* p, int64_t b
     }
   };
   for (; at + STEP <= bytes; at += STEP) {
-    if constexpr (AGAIN) {
-      for (int64_t lag : {0, 512, 1024, 2048}) {
+    if constexpr (AGAIN > 0) {
+      for (int n = 0; n <= AGAIN; n++) {
+        const int64_t lag = AGAIN == 3 && n == 3 ? 2048 : n * 512;
         const char* from = ahead + (at < lag ? 0 : at - lag);
         for (int64_t line = 0; line < STEP; line += 64) __builtin_prefetch(from + line, 0, 3);
       }
@@ -89,7 +90,7 @@ inline __attribute__((always_inline)) uint64_t read_all(const char* p, int64_t b
 }
 
 using Read = uint64_t (*)(const void* const* pieces, int64_t count, int64_t bytes, int32_t threads);
-template <int PRODUCTS, bool AGAIN>
+template <int PRODUCTS, int AGAIN>
 uint64_t read_pieces(const void* const* pieces, int64_t count, int64_t bytes, int32_t threads) {
   uint64_t any = 0;
 #pragma omp parallel for schedule(static) num_threads(threads) reduction(| : any)
@@ -100,14 +101,14 @@ uint64_t read_pieces(const void* const* pieces, int64_t count, int64_t bytes, in
 
 struct Reader {
   int32_t products;
-  Read once, again;
+  Read once, thrice_more, six_times_more;
 };
 template <int... PRODUCTS>
-constexpr Reader READERS[] = {{PRODUCTS, read_pieces<PRODUCTS, false>, read_pieces<PRODUCTS, true>}...};
+constexpr Reader READERS[] = {{PRODUCTS, read_pieces<PRODUCTS, 0>, read_pieces<PRODUCTS, 3>, read_pieces<PRODUCTS, 6>}...};
 
 // That of the most products that are no more than asked for: a limit may be too high, not too low.
 const Reader& reader(int32_t products) {
-  const auto& readers = READERS<0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32>;
+  const auto& readers = READERS<0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 14, 16, 24, 28, 32>;
   const Reader* found = readers;
   for (const Reader& each : readers)
     if (each.products <= products) found = &each;
@@ -131,10 +132,10 @@ API uint64_t pagegen_read(const void* p, int64_t bytes, int64_t repeats, int32_t
 }
 
 // Reads `count` pieces of `bytes` each (aligned to 64) in their order, each thread its own part of them, the next prefetched and
-// `again`, 0 or 3 times. Of each vector there are pagegen_products(products) multiply-adds.
+// `again`, 0, 3 or 6 times. Of each vector there are pagegen_products(products) multiply-adds.
 API uint64_t pagegen_read_pieces(const void* const* pieces, int64_t count, int64_t bytes, int32_t threads, int32_t products, int32_t again) {
   const Reader& with = reader(products);
-  return (again ? with.again : with.once)(pieces, count, bytes, threads);
+  return (again >= 6 ? with.six_times_more : again >= 3 ? with.thrice_more : with.once)(pieces, count, bytes, threads);
 }
 
 // How many multiply-adds pagegen_read_pieces does of each vector where so many are asked for.

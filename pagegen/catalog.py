@@ -137,8 +137,9 @@ def _cpp_attend_space(spec: KernelSpec, target: Target) -> ConfigSpace:
     if spec.kv_layout.k_order is Order.HDN:  # whole blocks: a part of one is a part of each of its rows
         tile_few = max(tile_few, min(128, 1 << (spec.block_size - 1).bit_length()))
         tile_kv = max(tile_kv, tile_few)
-    # The more often, the more of a tile comes from memory while one waits for it; where it fits into the first cache, it is the work.
-    again = 6 if token * (tile_kv if spec.deterministic else tile_few) > FIRST_CACHE and not spec.cache_dtype.quantised else 3
+    # More often helps where two tiles are more than the first cache holds; where they fit, or bytes take long to read, it is only work.
+    tiles = 2 * token * (tile_kv if spec.deterministic else tile_few)
+    again = 6 if tiles > FIRST_CACHE and not spec.cache_dtype.quantised else 3
     if target.machine != "x86_64" or target.arch == "scalar" or (spec.cache_dtype.quantised and spec.kv_layout.k_order is Order.HDN):
         again = 0
     few = Knob("tile_few", (16, 32, 64, 128), tile_few, "the same where an item has few rows, as in decode; at most tile_kv")

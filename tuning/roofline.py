@@ -42,6 +42,8 @@ class Limits:
         self._read_pieces.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, *[ctypes.c_int32] * 3]
         self._products.argtypes, self._products.restype = [ctypes.c_int32], ctypes.c_int32
         self._read.restype = self._read_pieces.restype = ctypes.c_uint64
+        self._prefetched = library.pagegen_read_prefetched
+        self._prefetched.argtypes, self._prefetched.restype = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32], ctypes.c_int64
         for function in (self._fma, self._amx, self._pairs):
             function.argtypes, function.restype = [ctypes.c_int64, ctypes.c_int32], ctypes.c_int64
 
@@ -58,6 +60,11 @@ class Limits:
     def products(self, asked: int) -> int:
         """How many multiply-adds of each vector `read_pieces` does where so many are asked for: as many, or the next fewer it has."""
         return int(self._products(asked))
+
+    def read_prefetched(self, address: int, num_bytes: int, passes: int) -> int:
+        """Nanoseconds of reading `num_bytes` from `address`, both multiples of 64, some time after all lines have been prefetched
+        `passes` times over; -1: after they have been read."""
+        return int(self._prefetched(address, num_bytes, passes))
 
     def fma(self, threads: int, steps: int = FMA_STEPS) -> int:
         """FP32 multiply-adds in registers; answers how many operations that were."""

@@ -1,8 +1,8 @@
 // What this machine can do at most: plain streaming reads, fused multiply-adds in registers, products of pairs of bf16 and of
 // AMX tiles.
 // pagegen/tuning/roofline.py times the calls. No Jinja here: vectors are as wide as the target's flags allow.
+#include <chrono>
 #include <cstdint>
-#include <initializer_list>
 #include <omp.h>
 #if defined(__x86_64__) && defined(__linux__)
 #include <cpuid.h>
@@ -140,6 +140,23 @@ API uint64_t pagegen_read_pieces(const void* const* pieces, int64_t count, int64
 
 // How many multiply-adds pagegen_read_pieces does of each vector where so many are asked for.
 API int32_t pagegen_products(int32_t products) { return reader(products).products; }
+
+// Nanoseconds that reading `bytes` from p (aligned to 64) takes on this thread, some time after each line has been prefetched `passes`
+// times over, all lines before the next pass; -1: after they have been read. What is prefetched in vain still comes from memory.
+API int64_t pagegen_read_prefetched(const void* p, int64_t bytes, int32_t passes) {
+  using Clock = std::chrono::steady_clock;
+  uint64_t any = passes < 0 ? read_all<0>((const char*)p, bytes) : 0;
+  for (int32_t pass = 0; pass < passes; pass++) {
+    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch((const char*)p + at, 0, 2);
+    asm volatile("" ::: "memory");
+  }
+  const auto later = Clock::now() + std::chrono::microseconds(50);
+  while (Clock::now() < later) continue;
+  const auto begin = Clock::now();
+  any |= read_all<0>((const char*)p, bytes);
+  asm volatile("" ::"r"(any));
+  return std::chrono::nanoseconds(Clock::now() - begin).count();
+}
 
 // FP32 operations of a call: 2 for each lane, chain, step and thread.
 API int64_t pagegen_fma(int64_t steps, int32_t threads) {

@@ -49,6 +49,8 @@ SPECS = {
     ),
     "int4": spec_of(dtype="bf16", head_dim=64, kv_dtype="int4", layout="HND"),
     "wide cache": spec_of(dtype="bf16", kv_dtype="fp32", mask=True, causal=False),
+    "seven rows": spec_of(q_heads=14, dtype="bf16", block_size=3),  # as many share a head, and with pairs what is loaded of it
+    "six rows of fp8": spec_of(q_heads=12, head_dim=72, dtype="bf16", kv_dtype="fp8_e4m3", layout="HND"),
     "mla": mla(16),
     "mla of 128 heads": mla(128, layout="HND"),
     "drop by score_mod": spec_of(score_mod="where(k_idx < 3, -inf, log(1 + k_idx) + max(score, 0.25) - floor(score))"),
@@ -81,6 +83,8 @@ def gate(spec: KernelSpec, target: Target, every: int) -> str:
             (parse_target("cpu:amx"), "int8 with zero points"),
             (parse_target("cpu:avx512_bf16"), "fp8 by token"),
             (parse_target("cpu:avx512_bf16"), "int8 with zero points"),
+            (parse_target("cpu:avx512_bf16"), "seven rows"),
+            (parse_target("cpu:avx512_bf16"), "six rows of fp8"),
             (parse_target("cpu:avx512"), "steps"),
             (parse_target("cpu:avx2"), "int4 with zero points"),
             (parse_target("cpu:scalar"), "fp8 by head"),

@@ -74,6 +74,7 @@ def test_the_read_of_pieces_reads_each_to_its_end(target: Target) -> None:
     for products, again in ((0, 0), (8, 0), (0, 3), (3, 6), (32, 6)):
         assert loops.read_pieces(addresses.data_ptr(), 5, memory[0].nbytes, 2, products, again) == 1 | 2 << 8 | 4 << 16
     assert loops.read_pieces(addresses.data_ptr(), 4, memory[0].nbytes, 2) == 1 | 2 << 8, "the last is not among them"
+    assert all(loops.read_prefetched(memory.data_ptr(), memory.nbytes, passes) > 0 for passes in (-1, 0, 2))
     assert [loops.products(asked) for asked in (0, 1, 3, 5, 7, 8, 11, 31, 100)] == [0, 1, 3, 5, 7, 8, 8, 28, 32], "never more than asked"
 
 

@@ -216,7 +216,7 @@ def attention_cpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         ("bf16-d64-h16x16-b32-NHD", "cpu:avx512_bf16", 1, 6),
         ("bf16-d128-h32x8-b32-NHD", "cpu:avx512_bf16", 4, 6),
         ("bf16-d128-h32x8-b32-NHD", "cpu:avx2", 8, 6),
-        ("fp32-d64-h9x3-b32-NHD", "cpu:avx512_bf16", 3, 3),
+        ("bf16-d64-h9x3-b32-NHD", "cpu:avx512_bf16", 3, 3),
         ("bf16-d128-h32x8-b32-NHD-kvint8", "cpu:avx512_bf16", 8, 6),
         ("bf16-d128-h32x8-b32-NHD", "cpu:neon", 8, 0),
         ("bf16-d128-h32x8-b32-NHD", "cpu:amx", 0, 0),

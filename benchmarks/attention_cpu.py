@@ -114,7 +114,7 @@ def space_of(spec: KernelSpec, target: Target) -> ConfigSpace:
 
 def prefetches_again(spec: KernelSpec, target: Target) -> int:
     """How often attend prefetches a line again if the cache is not quantised: over bytes, too, that makes the loop quicker."""
-    plain = spec.replace(kv_dtype=None, kv_scale=None)
+    plain = spec.replace(kv_dtype=None, kv_scale=None, kv_zero=False)
     return int(space_of(plain, target).default.to_dict().get("prefetch_again", 0))
 
 

@@ -24,17 +24,21 @@ PASSES = (0, 1, 2, 3, 4, 7, -1)  # -1: read before
 def main() -> None:
     """Prints the time of the read and the part that is missing, a row for each number of passes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kib", type=int, default=256, help="of a piece; default: 256, which stays in the second cache")
-    parser.add_argument("--rounds", type=int, default=300)
+    parser.add_argument("--kib", type=int, default=256, choices=(16, 32, 64, 128, 256), help="of a piece, to stay in the second cache")
+    parser.add_argument("--rounds", type=int, default=300, help="pieces a row, 1 to 500; default: %(default)s")
     options = parser.parse_args()
+    if not 1 <= options.rounds <= 500:
+        parser.error(f"--rounds {options.rounds}: 1 to 500 are allowed")
     memory, piece, loops = torch.frombuffer(zeros_in_huge_pages(1 << 30), dtype=torch.uint8), options.kib << 10, limits(best_cpu())
     memory.fill_(1)  # else all pages are one
-    pieces = random.Random(0).sample(range(len(memory) // piece - 1), min(len(PASSES) * options.rounds, len(memory) // piece - 1))
+    pieces = random.Random(0).sample(range(len(memory) // piece - 1), len(PASSES) * options.rounds)
     taken: dict[int, list[int]] = {passes: [] for passes in PASSES}
     for i, index in enumerate(pieces):
         passes = PASSES[i % len(PASSES)]
         taken[passes].append(loops.read_prefetched(memory.data_ptr() + index * piece, piece, passes))
     cold, warm = (statistics.median(taken[passes]) for passes in (0, -1))
+    if cold < 2 * warm:
+        parser.error(f"--kib {options.kib}: what was read before does not stay in the second cache here; take less")
     print(f"{options.kib} KiB, each row of {len(taken[0])} pieces")
     for passes, times in taken.items():
         median = statistics.median(times)

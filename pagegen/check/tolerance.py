@@ -126,7 +126,8 @@ class Bounded:
 
 
 def _last_place(value: torch.Tensor) -> torch.Tensor:
-    return 2 * U32 * value.abs().nan_to_num(posinf=0.0)
+    """Of a subnormal number all that it is: some targets take it for 0."""
+    return (2 * U32 * value.abs().nan_to_num(posinf=0.0)).clamp(min=2.0**-126)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

@@ -230,6 +230,8 @@ def test_the_loop_multiplies_each_vector_by_the_rows_that_share_its_head(
     batch = attention_cpu.Batch(spec, Phase.DECODE, point)
     assert attention_cpu.products_of(batch, parse_target(target), numbers * spec.cache_dtype.itemsize) == products
     assert attention_cpu.prefetches_again(spec, parse_target(target)) == again
+    if spec.cache_dtype.quantised:
+        assert attention_cpu.prefetches_again(spec.replace(kv_zero=True), parse_target(target)) == again
 
 
 def test_a_report_gives_the_share_of_the_loop_where_a_record_has_it(tmp_path: Path, attention_cpu: ModuleType) -> None:

@@ -116,7 +116,7 @@ def shortlist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_table_for_people_says_that_nothing_was_measured(tmp_path: Path) -> None:
-    result = run("tune", f"decode-{SLUG}", "--static", "--trials", "20", "--out", str(tmp_path))
+    result = run("tune", f"decode-{SLUG}", "--static", "--trials", "60", "--out", str(tmp_path))
     assert result.status == 0 and "not measured" in result.stdout and "duplicate" in result.stdout and "shortlist" in result.stderr
 
 

@@ -16,6 +16,7 @@ import torch
 
 from pagegen.memory import zeros_in_huge_pages
 from pagegen.target import best_cpu
+from pagegen.tuning.machine import Watch, exclusive
 from pagegen.tuning.roofline import limits
 
 PASSES = (0, 1, 2, 3, 4, 7, -1)  # -1: read before
@@ -33,9 +34,14 @@ def main() -> None:
     memory.fill_(1)  # else all pages are one
     pieces = random.Random(0).sample(range(len(memory) // piece - 1), len(PASSES) * options.rounds)
     taken: dict[int, list[int]] = {passes: [] for passes in PASSES}
-    for i, index in enumerate(pieces):
-        passes = PASSES[i % len(PASSES)]
-        taken[passes].append(loops.read_prefetched(memory.data_ptr() + index * piece, piece, passes))
+    with exclusive():
+        watch = Watch()
+        for i, index in enumerate(pieces):
+            passes = PASSES[i % len(PASSES)]
+            if passes == PASSES[0]:
+                watch.tick()
+            taken[passes].append(loops.read_prefetched(memory.data_ptr() + index * piece, piece, passes))
+        disturbed = watch.disturbance().line
     cold, warm = (statistics.median(taken[passes]) for passes in (0, -1))
     if cold < 2 * warm:
         parser.error(f"--kib {options.kib}: what was read before does not stay in the second cache here; take less")
@@ -44,6 +50,8 @@ def main() -> None:
         median = statistics.median(times)
         how = "read before" if passes < 0 else f"prefetched {passes} times over"
         print(f"{how:26s} {median / 1000:7.2f} us  {(median - warm) / (cold - warm):4.0%} missing")
+    if disturbed:
+        print(disturbed)
 
 
 if __name__ == "__main__":

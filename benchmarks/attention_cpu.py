@@ -24,7 +24,7 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from peers import Call, Copies, common_turn, sdpa_calls, vllm_calls, vllm_error,
 from pagegen import __version__
 from pagegen.build import build
 from pagegen.catalog import products, template_for, variant
-from pagegen.errors import PagegenError
+from pagegen.errors import ConfigError, PagegenError
 from pagegen.kernel import Attend
 from pagegen.loader import fingerprint
 from pagegen.package import find_package, load_package
@@ -42,7 +42,7 @@ from pagegen.paths import write_atomic
 from pagegen.render import render
 from pagegen.space import ConfigSpace
 from pagegen.spec import DType, KernelSpec, KVLayout, Op, Phase
-from pagegen.target import Target, detect, parse_target
+from pagegen.target import Target, detect, hardware_fingerprint, parse_target
 from pagegen.transfer import block_bytes
 from pagegen.tuning.cotune import usual_layouts
 from pagegen.tuning.evaluate import PINNED
@@ -57,6 +57,7 @@ MAX_KV_BYTES = 4 << 30
 RESIDENT_BYTES = 200 * 10**6  # from here on a batch lies in memory, whatever the caches are
 MM_SIZE = 2048  # of the matrix product that prefill is compared with
 OURS = "pagegen"  # the default
+ROOFLINE = "roofline.json"
 OF_BLOCKS = {"blocks": "read of its blocks", "loop": "loop over its blocks"}  # contenders that older records may lack
 
 HEADS = ((9, 3, 64), (32, 8, 128), (8, 1, 128), (16, 16, 64), (14, 2, 64), (32, 32, 96))
@@ -128,7 +129,10 @@ def default_attend(spec: KernelSpec, target: Target, values: dict[str, Any] | No
 def attend_of(checkout: str, spec: KernelSpec, target: Target) -> Attend:
     """attend with its default config, of another checkout of pagegen: what a change brought, in the same rounds."""
     command = [sys.executable, "-m", "pagegen", "render", spec.slug, "--target", target.name]
-    text = subprocess.run(command, cwd=checkout, env={**os.environ, "PYTHONPATH": checkout}, capture_output=True, text=True, check=True).stdout
+    rendered = subprocess.run(command, check=False, cwd=checkout, env={**os.environ, "PYTHONPATH": checkout}, capture_output=True, text=True)
+    if rendered.returncode:
+        raise ConfigError(f"--config checkout={checkout}: it does not render {spec.slug}: {rendered.stderr.strip().rpartition(chr(10))[2]}")
+    text = rendered.stdout
     ours = render(variant(Op.ATTEND, spec, target, space_of(spec, target).default))
     if "pagegen_attend_call" not in text:  # of before the library was called by way of it
         own = ours.text
@@ -465,6 +469,9 @@ def main() -> None:
     if os.environ.keys().isdisjoint(PINNED):  # OpenMP reads these when it is loaded, which has happened
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **PINNED})
     options.configs = [dict(_knob(word) for word in text.split(",")) for text in options.config]
+    for checkout in {str(knobs["checkout"]) for knobs in options.configs if "checkout" in knobs}:
+        if not (Path(checkout) / "pagegen" / "__main__.py").is_file():
+            raise ConfigError(f"--config checkout={checkout}: no checkout of pagegen is there; give the path of the folder that holds pagegen/__main__.py")
     chosen = [
         batch
         for batch in grid(KVLayout.parse(options.layout))
@@ -480,8 +487,12 @@ def main() -> None:
     torch.set_num_threads(options.threads or detect().threads)
     target = parse_target(options.target)
     folder = options.out / target.slug / "attention_cpu"
+    renews_roofline = options.again and not options.point and not options.report
+    if not (options.report and (folder / ROOFLINE).exists()):
+        renewed = {path_of(batch, folder) for batch in chosen} | ({folder / ROOFLINE} if not options.point else set())
+        require_one_machine(folder, target, renewed, again=options.again)
     folder.mkdir(parents=True, exist_ok=True)
-    roofline = _roofline(folder / "roofline.json", target, options.again and not options.point)
+    roofline = _roofline(folder / ROOFLINE, target, renews_roofline)
     if not options.report:
         _measure_all(chosen, target, folder, options)
     print(f"\nreport: {report(folder, roofline)}")
@@ -492,15 +503,49 @@ def _knob(word: str) -> tuple[str, Any]:
     return name, int(value) if value.lstrip("-").isdigit() else value
 
 
+def path_of(batch: Batch, folder: Path) -> Path:
+    """Where its record lies."""
+    return folder / f"{batch.name.replace('@', '_')}.json"
+
+
+def machine_of(hardware: Mapping[str, Any]) -> str:
+    """A machine in words, the same ones for all of its kind. Not the last cache: it depends on the cores that one may use."""
+    own = [f"{level} {size >> 10} KiB" for level, size in list(hardware["caches"].items())[:-1]]
+    return f"{hardware['device']} ({', '.join([hardware['target'], str(hardware['cores']) + ' cores', *own])})"
+
+
+def require_one_machine(folder: Path, target: Target, renewed: Collection[Path], *, again: bool) -> None:
+    """Raises ConfigError where records of another machine than this one would lie beside new ones; `again` measures those `renewed`."""
+    here, records, roofline = machine_of(hardware_fingerprint(target)), list(folder.glob("*-*.json")), folder / ROOFLINE
+    machines = {path: machine_of(json.loads(path.read_text())["environment"]["hardware"]) for path in records}
+    others = {path: machine for path, machine in machines.items() if machine != here}
+    count = len(others)
+    if roofline.exists():  # an older one does not say whose it is: that of the records
+        hardware = json.loads(roofline.read_text()).get("hardware")
+        machine = machine_of(hardware) if hardware else next(iter(others.values()), here)
+        others |= {roofline: machine} if machine != here else {}
+    stay = others.keys() - renewed
+    if stay or (others and not again):
+        what = f"{count} of its {len(records)} records are" if count else f"its {ROOFLINE} is"
+        anew = "" if stay else ", or --again to measure them anew"
+        raise ConfigError(f"{folder}: {what} of {' and '.join(sorted(set(others.values())))}, this is {here}; give --out another folder{anew}")
+
+
 def _roofline(path: Path, target: Target, again: bool) -> Roofline:
     if path.exists() and not again:
         return Roofline.from_dict(json.loads(path.read_text()))
     found = measure_roofline(target)
-    write_atomic(path, json.dumps(found.to_dict(), indent=1) + "\n")
+    write_atomic(path, json.dumps({**found.to_dict(), "hardware": hardware_fingerprint(target)}, indent=1) + "\n")
     return found
 
 
 def _measure_all(batches: list[Batch], target: Target, folder: Path, options: argparse.Namespace) -> None:
+    known = [] if options.again else [batch for batch in batches if path_of(batch, folder).exists()]
+    if known:
+        here = machine_of(hardware_fingerprint(target))
+        print(f"{len(known)} of the {len(batches)} batches have a record in {folder}, of this kind of machine, {here}; --again measures them anew")
+    if len(known) == len(batches):
+        return
     if not options.no_peers:
         if vllm_ops() is None:
             print("vLLM is not installed here: `make bench-peers`, then .venv-peers/bin/python benchmarks/attention_cpu.py")
@@ -508,11 +553,10 @@ def _measure_all(batches: list[Batch], target: Target, folder: Path, options: ar
             error = vllm_error(KernelSpec(32, 8, 128), 32)
             print(f"vLLM's kernel differs from SDPA in fp32 by at most {error:.1e}")
     for number, batch in enumerate(batches, 1):
-        path = folder / f"{batch.name.replace('@', '_')}.json"
-        if path.exists() and not options.again:
+        if batch in known:
             continue
         record = timed(batch, target, options)
-        write_atomic(path, json.dumps(record, indent=1) + "\n")
+        write_atomic(path_of(batch, folder), json.dumps(record, indent=1) + "\n")
         result = Result(record)
         others = {name: found["ratio"]["median"] for name, found in record["contenders"].items() if name != OURS}
         mine = result.seconds(OURS)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from pagegen.build.cpp import compile_library
+from pagegen.errors import ConfigError
 from pagegen.kernel import allocate_bytes
 from pagegen.paths import TEMPLATES
 from pagegen.resources import cpu_resources
@@ -248,3 +249,87 @@ def test_a_report_gives_the_share_of_the_loop_where_a_record_has_it(tmp_path: Pa
     assert (rows["with the loop"][at], rows[old["name"]][at]) == ("0.50 [0.50, 0.50]", "")
     assert "share of the loop over its blocks 0.50 [0.50, 0.50] (one batch)." in table
     assert re.search(r"share of the read of its blocks .*\(geometric mean of 2 batches\)", table)
+
+
+@pytest.fixture
+def measured(tmp_path: Path, attention_cpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Three records and a roofline, of a machine that is made this one's kind; the report and the measuring are left out."""
+    folder = tmp_path / best_cpu().slug / "attention_cpu"
+    folder.mkdir(parents=True)
+    source = ROOT / "results/zen5/cpu-avx512_bf16/attention_cpu"
+    for name in ("decode-bf16-d64-h16x16-b32-NHD-8x1_2048", "decode-bf16-d64-h16x16-b32-NHD-8x1_8192", "prefill-bf16-d64-h16x16-b32-NHD-1x1024_1024"):
+        (folder / f"{name}.json").write_text((source / f"{name}.json").read_text())
+    (folder / "roofline.json").write_text((source / "roofline.json").read_text())
+    hardware = json.loads((folder / f"{name}.json").read_text())["environment"]["hardware"]
+    monkeypatch.setenv("OMP_PROC_BIND", "close")  # or it begins anew
+    monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
+    monkeypatch.setattr(attention_cpu, "hardware_fingerprint", lambda target: hardware)
+    monkeypatch.setattr(attention_cpu, "report", lambda folder, roofline: folder / "table.md")
+    return folder
+
+
+def change_machine(path: Path, **changes: object) -> None:
+    record = json.loads(path.read_text())
+    record["environment"]["hardware"].update(changes)
+    path.write_text(json.dumps(record))
+
+
+def attention(attention_cpu: ModuleType, monkeypatch: pytest.MonkeyPatch, out: Path, *words: str) -> None:
+    monkeypatch.setattr("sys.argv", ["attention_cpu.py", "--out", str(out), *words])
+    attention_cpu.main()
+
+
+def test_what_has_a_record_is_counted_and_its_machine_named(
+    measured: Path, attention_cpu: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change_machine(next(measured.glob("prefill*")), affinity=1, quota=1.5, caches={"L1d": 49152, "L2": 1048576, "L3": 1 << 20})
+    attention(attention_cpu, monkeypatch, measured.parents[1], "--point", "h16x16-b32-NHD-8x1@", "--point", "bf16-d64-h16x16-b32-NHD-1x1024", "--no-peers")
+    machine = "of this kind of machine, AMD EPYC (cpu:avx512_bf16, 2 cores, L1d 48 KiB, L2 1024 KiB); --again measures them anew"
+    assert f"3 of the 3 batches have a record in {measured}, {machine}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("changes", [{"device": "AMD EPYC 9R45"}, {"caches": {"L1d": 32768, "L2": 1048576, "L3": 33554432}}, {"cores": 4}])
+def test_records_of_another_machine_get_no_company(
+    changes: dict[str, object], measured: Path, attention_cpu: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, decode = measured.parents[1], ["--point", "decode-bf16-d64-h16x16-b32-NHD-8x1"]
+    monkeypatch.setattr(attention_cpu, "_measure_all", lambda *_: pytest.fail("it measured"))
+    change_machine(next(measured.glob("prefill*")), **changes)
+    for words in ([], decode, [*decode, "--again"], ["--only", "decode", "--again"]):
+        with pytest.raises(ConfigError, match=r"1 of its 3 records are of AMD EPYC.*, this is AMD EPYC \(.*give --out another folder"):
+            attention(attention_cpu, monkeypatch, out, *words)
+    attention(attention_cpu, monkeypatch, out, "--report")
+
+
+def test_a_roofline_of_another_machine_is_measured_anew_with_all_records_alone(
+    measured: Path, attention_cpu: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = measured.parents[1]
+    for path in measured.glob("*-*.json"):
+        change_machine(path, cores=4)
+    with pytest.raises(ConfigError, match="or --again to measure them anew"):
+        attention(attention_cpu, monkeypatch, out)
+    with pytest.raises(ConfigError, match=r"give --out another folder$"):
+        attention(attention_cpu, monkeypatch, out, "--again", "--point", "h16x16")
+    monkeypatch.setattr(attention_cpu, "measure_roofline", lambda target: Roofline.from_dict(json.loads((measured / "roofline.json").read_text())))
+    monkeypatch.setattr(attention_cpu, "_measure_all", lambda *_: None)
+    attention(attention_cpu, monkeypatch, out, "--again")
+    assert json.loads((measured / "roofline.json").read_text())["hardware"]["cores"] == 2
+    for path in measured.glob("*-*.json"):
+        path.unlink()
+    monkeypatch.setattr(attention_cpu, "hardware_fingerprint", lambda target: {"device": "Other", "target": target.name, "cores": 2, "caches": {}})
+    with pytest.raises(ConfigError, match=r"its roofline.json is of AMD EPYC .* this is Other"):
+        attention(attention_cpu, monkeypatch, out)
+
+
+def test_a_checkout_that_is_none_is_refused_by_its_name(
+    tmp_path: Path, attention_cpu: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_PROC_BIND", "close")
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(ConfigError, match=f"checkout={folder}: no checkout of pagegen is there; give the path"):
+            attention(attention_cpu, monkeypatch, tmp_path, "--config", f"checkout={folder}")
+    (tmp_path / "pagegen").mkdir()
+    (tmp_path / "pagegen" / "__main__.py").write_text("raise SystemExit('it is too old')")
+    with pytest.raises(ConfigError, match=f"checkout={tmp_path}: it does not render bf16-d64-h9x3-b32-NHD: it is too old"):
+        attention_cpu.attend_of(str(tmp_path), parse_slug("bf16-d64-h9x3-b32-NHD")[0], best_cpu())

@@ -46,7 +46,7 @@ def search(
     evaluated first, as somebody asked for it; and if that takes the reason away, the search goes on. Waits for what other
     processes are evaluating, and takes it over from those that die; `waits` is told who they are, once. `busy` is held while
     a config is chosen and an evaluation recorded, not while one is made. No evaluation begins once `budget` seconds have
-    passed. Returns the number of evaluations made here. An exception gives the claim back and goes on upwards; what was
+    passed, waiting included, and a study that this ends before its total says so. Returns the number of evaluations made here. An exception gives the claim back and goes on upwards; what was
     finished stays.
     """
     begin, made, told = time.monotonic(), 0, False
@@ -77,6 +77,10 @@ def search(
         if watch:
             best = next(iter(studies[name].ranked()), None)
             watch(Progress(name, evaluation, best, sum(study.num_evaluated for study in studies.values()), total))
+    else:
+        for study in studies.values():
+            if not study.stopped and (done := len(study.evaluations)) < study.total:
+                study.stopped = f"the budget of {budget:g} s ended the search after {done} of {study.total} trials"
     return made
 
 

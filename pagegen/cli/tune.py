@@ -80,7 +80,7 @@ def command(
     ] = None,
     budget: Annotated[
         float | None,
-        typer.Option("--budget", metavar="SECONDS", help="Begin no trial after this time.", show_default=False),
+        typer.Option("--budget", metavar="SECONDS", help="Begin no trial after this time, in which waiting for other timings on the machine counts; the last rounds come on top.", show_default=False),
     ] = None,
     sampler: Annotated[
         str,

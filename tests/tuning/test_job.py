@@ -209,6 +209,8 @@ def test_a_default_that_no_trial_began_with_is_gated_before_it_is_packaged(tmp_p
 
     monkeypatch.setattr(evaluate, "check_variant", noted)
     result = tune(f"decode-{SLUG}", trials=1, budget=1e-9, out=tmp_path)
+    why = "the budget of 1e-09 s ended the search after 0 of 1 trials"
+    assert result.document["stopped"] == {"decode": why} and f"search for decode ended early: {why}." in result.report.read_text()
     assert sum(result.document["counts"].values()) == 0 and gated == [result.winners[0].config.to_dict()]
     monkeypatch.setattr(evaluate, "check_variant", lambda source: CheckReport(Status.INCORRECT, 1))
     with pytest.raises(GateError, match="INCORRECT"):

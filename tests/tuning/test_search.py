@@ -1,13 +1,15 @@
 """The search evaluates each config once, counts every trial, survives kills, and never believes a broken score."""
 
+import contextlib
 import importlib.util
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -464,6 +466,19 @@ def test_no_trial_begins_after_the_budget(storage: BaseStorage) -> None:
     study = BucketStudy(storage, "s", SPACE, {}, total=9)
     assert search({"only": study}, {"only": score}, budget=0.0) == 0
     study.close()
+
+
+@pytest.mark.parametrize(("total", "why"), [(9, "the budget of 0.3 s ended the search after 1 of 9 trials"), (1, "")])
+def test_a_search_that_the_budget_ended_says_so(storage: BaseStorage, total: int, why: str) -> None:
+    @contextlib.contextmanager
+    def waiting() -> Iterator[None]:
+        time.sleep(0.2)  # for the timing lock, which counts
+        yield
+
+    study = BucketStudy(storage, "s", SPACE, {}, total=total)
+    search({"only": study}, {"only": score}, budget=0.3, busy=waiting)
+    study.close()
+    assert study.stopped == why
 
 
 def test_a_killed_tuner_is_continued_and_loses_only_the_trial_in_flight(tmp_path: Path) -> None:

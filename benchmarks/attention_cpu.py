@@ -45,8 +45,7 @@ from pagegen.spec import DType, KernelSpec, KVLayout, Op, Phase
 from pagegen.target import Target, detect, hardware_fingerprint, parse_target
 from pagegen.transfer import block_bytes
 from pagegen.tuning.cotune import usual_layouts
-from pagegen.tuning.evaluate import PINNED
-from pagegen.tuning.machine import Disturbance, openmp_settings, pinned_threads
+from pagegen.tuning.machine import Disturbance, openmp_settings, pin_threads, pinned_threads
 from pagegen.tuning.measure import Interval, geomean_of_medians, measure
 from pagegen.tuning.report import roofline_svg
 from pagegen.tuning.roofline import Roofline, limits, measure_roofline
@@ -466,8 +465,7 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="name the batches and stop")
     parser.add_argument("--report", action="store_true", help="write the report and stop")
     options = parser.parse_args()
-    if os.environ.keys().isdisjoint(PINNED):  # OpenMP reads these when it is loaded, which has happened
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **PINNED})
+    pin_threads()
     options.configs = [dict(_knob(word) for word in text.split(",")) for text in options.config]
     for checkout in {str(knobs["checkout"]) for knobs in options.configs if "checkout" in knobs}:
         if not (Path(checkout) / "pagegen" / "__main__.py").is_file():

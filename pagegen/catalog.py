@@ -104,7 +104,7 @@ def _cpp_attend_space(spec: KernelSpec, target: Target) -> ConfigSpace:
     too_large = Constraint(fits, "the rows of one work item exceed 8 MiB a thread; lower tile_q or tile_kv")
     if products(spec, target) == "matrix":
         tile_kv = 512 if max(spec.head_dim, spec.dim_v) <= 128 else 128
-        few = Knob("tile_few", (64, 128, 256), 128, "the same where an item has few rows, as in decode")
+        few = Knob("tile_few", (64, 128, 256), 128, "tokens of a step where an item has few rows, as in decode; at most tile_kv")
         tile_q = 1 << (256 // group).bit_length() - 1  # packing K and V is shared by up to 256 rows
         return ConfigSpace(
             (
@@ -142,7 +142,7 @@ def _cpp_attend_space(spec: KernelSpec, target: Target) -> ConfigSpace:
     again = 6 if tiles > FIRST_CACHE and not spec.cache_dtype.quantised else 3
     if target.machine != "x86_64" or target.arch == "scalar" or (spec.cache_dtype.quantised and spec.kv_layout.k_order is Order.HDN):
         again = 0
-    few = Knob("tile_few", (16, 32, 64, 128), tile_few, "the same where an item has few rows, as in decode; at most tile_kv")
+    few = Knob("tile_few", (16, 32, 64, 128), tile_few, "tokens of a step where an item has few rows, as in decode; at most tile_kv")
     return ConfigSpace(
         (
             power_of_two("tile_kv", 16, 256, tile_kv, "tokens of one online-softmax step"),
@@ -150,10 +150,10 @@ def _cpp_attend_space(spec: KernelSpec, target: Target) -> ConfigSpace:
             power_of_two("split_kv", 256, 8192, 1024, "tokens of one work item in decode; the parts are combined"),
             *(() if spec.deterministic else (few,)),  # deterministic: decode and prefill take the same tiles
             Knob("row_block", (1, 2, 3, 4, 6, 8), direct, "query rows that share a loaded K or V vector, decode"),
-            Knob("row_block_packed", (2, 4, 6, 8, 12), 6, "the same where the tile is packed first, prefill"),
+            Knob("row_block_packed", (2, 4, 6, 8, 12), 6, "query rows that share a packed K or V vector, prefill"),
             Knob("pack_rows", packing, 32 if spec.v_in_k else 16, "from this many rows on, K and V tiles are packed first"),
             Knob("prefetch", (0, 1, 2), 1, "tiles ahead that are prefetched through the block table"),
-            Knob("prefetch_again", (0, 1, 3, 6), again, "how often a line of them is prefetched again: a full queue may drop it"),
+            Knob("prefetch_again", (0, 1, 3, 6), again, "how often a prefetched line is prefetched again: a full queue may drop it"),
         ),
         (too_large,),
     )
@@ -235,7 +235,7 @@ def _triton_attend_space(spec: KernelSpec, target: Target) -> ConfigSpace:
             Knob("split_below", split_below, max(split_below) // 2, "grids of fewer programs cut the context into parts; 0: never"),
             Knob("num_warps", (2, 4, 8), default["num_warps"], "warps of one program"),
             Knob("num_stages", (1, 2, 3, 4), default["num_stages"], "software pipeline depth"),
-            Knob("max_registers", max_registers, default["max_registers"], "of a thread; 0: ptxas may spill for occupancy"),
+            Knob("max_registers", max_registers, default["max_registers"], "registers of a thread at most; 0: ptxas may spill for occupancy"),
         ),
         (
             Constraint(lambda v: int(v["tile_q"]) * int(v["tile_kv"]) <= 128 * 128, "the score tile exceeds 128 x 128"),

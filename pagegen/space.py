@@ -70,9 +70,12 @@ class ConfigSpace:
         by_name = {knob.name: knob for knob in self.knobs}
         for name, value in changes.items():
             if name not in by_name:
-                raise ConfigError(f"knob {name!r} is not known; allowed: {', '.join(by_name) or 'none for this template'}")
-            if value not in by_name[name].values or isinstance(value, bool) != isinstance(by_name[name].default, bool):
-                raise ConfigError(f"knob {name}={value!r} is not allowed; allowed: {list(by_name[name].values)}")
+                known = ", ".join(f"{knob.name} (default {knob.default})" for knob in self.knobs)
+                raise ConfigError(f"knob {name!r} is not known; allowed: {known or 'none for this template'}")
+            knob = by_name[name]
+            if value not in knob.values or isinstance(value, bool) != isinstance(knob.default, bool):
+                meaning = f" ({knob.help})" if knob.help else ""
+                raise ConfigError(f"knob {name}={value!r} is not allowed{meaning}; allowed: {', '.join(map(str, knob.values))}")
         values = {knob.name: changes.get(knob.name, knob.default) for knob in self.knobs}
         broken = self.broken(values)
         if broken:

@@ -19,7 +19,7 @@ TILES = Constraint(lambda v: int(v["rows"]) * int(v["cols"]) <= 512, "rows * col
 ROWS = [(row.op, target) for row in TEMPLATES for target in TARGETS if (target.kind == "cpu") == (row.language == "cpp")]
 SPACE = ConfigSpace(
     (
-        power_of_two("rows", 4, 64, 16),
+        power_of_two("rows", 4, 64, 16, "rows of a tile"),
         power_of_two("cols", 8, 100, 32),
         Knob("order", ("row", "column"), "row"),
         Knob("unroll", (True, False), True),
@@ -43,8 +43,8 @@ def test_changes_apply_to_the_default_in_the_spaces_order() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"row": 8}, r"knob 'row' is not known; allowed: rows, cols, order, unroll"),
-        ({"rows": 12}, r"knob rows=12 is not allowed; allowed: \[4, 8, 16, 32, 64\]"),
+        ({"row": 8}, r"knob 'row' is not known; allowed: rows \(default 16\), cols \(default 32\), order \(default row\), unroll \(default True\)$"),
+        ({"rows": 12}, r"knob rows=12 is not allowed \(rows of a tile\); allowed: 4, 8, 16, 32, 64$"),
         ({"rows": "16"}, "knob rows='16' is not allowed"),
         ({"unroll": 1}, "knob unroll=1 is not allowed"),  # 1 == True, and is not what was meant
         ({"rows": 64}, r"rows=64 cols=32 order=row unroll=True: rows \* cols exceeds 512"),

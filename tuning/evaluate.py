@@ -38,7 +38,7 @@ from pagegen.target import Target, detect, parse_target
 from pagegen.tuning.baselines import FORMS, SdpaBaselines
 from pagegen.tuning.contest import Conditions
 from pagegen.tuning.inherit import source_hash
-from pagegen.tuning.machine import exclusive, openmp_settings, working
+from pagegen.tuning.machine import PINNED, exclusive, openmp_settings, working
 from pagegen.tuning.measure import Measurement, geomean_of_medians, measure, stopwatch_for
 from pagegen.tuning.pruning import Judge
 from pagegen.tuning.roofline import Roofline
@@ -49,8 +49,6 @@ STARTUP_TIMEOUT = 120.0  # seconds until the timing process has torch and a fill
 POINT_TIMEOUT = 15.0  # seconds beyond those asked for, a contender at a point
 GATE_TIMEOUT = 300.0  # seconds of the gate on a device, which compiles a kernel for each kind of batch
 CANDIDATE, DEFAULT = "candidate", "default"
-# Threads stay on their cores, and torch's own tensors lie in 2 MiB pages like the KV; what the user has set stands.
-PINNED = {"OMP_PROC_BIND": "close", "OMP_PLACES": "cores", "THP_MEM_ALLOC_ENABLE": "1"}
 
 
 # --- the timing process ----------------------------------------------------------------------------------------------

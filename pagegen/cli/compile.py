@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import multiprocessing
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -22,7 +22,7 @@ from pagegen.cli._common import (
     spec_from,
     spec_options,
 )
-from pagegen.cli.render import parse_settings
+from pagegen.cli.render import SetOption, parse_settings
 from pagegen.errors import BuildError, SpecError
 from pagegen.spec import PAGED_OPS, KernelSpec, Op, parse_slug
 from pagegen.target import TARGETS, Target, detect, parse_target
@@ -63,9 +63,7 @@ def command(
         str, typer.Option("--target", metavar="T[,T...]|all", help="Targets; they need not be present.")
     ] = "auto",
     op: Annotated[list[Op] | None, typer.Option("--op", help="Only this operation; repeatable.")] = None,
-    set: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KNOB=VALUE", help="Choose a knob; repeatable.")
-    ] = None,
+    set: SetOption = None,
     json: JsonOption = False,
 ) -> None:
     """Compile, for absent targets too, and report registers, spills, shared memory, instructions and occupancy."""
@@ -73,7 +71,7 @@ def command(
         raise SpecError("--all compiles a set of specs of its own; leave out SPEC and --model")
     specs = [*PROMISED, *REPORTED] if all else [spec_from(spec, model, overrides)[0]]
     targets = TARGETS if target == "all" else tuple(dict.fromkeys(parse_target(word) for word in target.split(",")))
-    rows = compile_rows(specs, targets, op or PAGED_OPS, set or [])
+    rows = compile_rows(specs, targets, op or PAGED_OPS, parse_settings(set or []))
     if json:
         print_json({"rows": rows})
     else:
@@ -89,10 +87,10 @@ def command(
 
 
 def compile_rows(
-    specs: Sequence[KernelSpec], targets: Sequence[Target], ops: Sequence[Op], settings: Sequence[str]
+    specs: Sequence[KernelSpec], targets: Sequence[Target], ops: Sequence[Op], settings: Mapping[str, str]
 ) -> list[dict[str, Any]]:
     """One row a binary; what does not compile becomes a row with `error`. `settings` go to the ops that have knobs."""
-    jobs = [(spec, target, op, tuple(settings)) for spec in specs for target in targets for op in ops]
+    jobs = [(spec, target, op, settings) for spec in specs for target in targets for op in ops]
     with progress("compiling", len(jobs)) as advance, contextlib.ExitStack() as stack:
         found: Iterable[list[dict[str, Any]]] = map(_compile, jobs)
         if len(jobs) > POOLED:
@@ -106,14 +104,14 @@ def compile_rows(
         return rows
 
 
-def _compile(job: tuple[KernelSpec, Target, Op, Sequence[str]]) -> list[dict[str, Any]]:
+def _compile(job: tuple[KernelSpec, Target, Op, Mapping[str, str]]) -> list[dict[str, Any]]:
     from pagegen.catalog import Variant, template_for
     from pagegen.render import render
 
     spec, target, op, settings = job
     template = template_for(op, spec, target)
     space = template.space(spec, target)
-    config = space.parse(parse_settings(list(settings))) if space.knobs else space.default
+    config = space.parse(settings) if space.knobs else space.default
     source = render(Variant(spec, target, template, config))
     row = {"spec": spec.slug, "target": target.name, "op": op.value, "config": config.to_dict(), "key": source.key}
     begin = time.monotonic()

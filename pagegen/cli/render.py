@@ -23,6 +23,15 @@ from pagegen.target import parse_target
 
 EXAMPLE = "pagegen render bf16-d64-h9x3-b16-NHD --target cuda:sm_90 --set tile_kv=32"
 
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KNOB=VALUE",
+        help="Choose a knob; repeatable. An unknown name lists all, a wrong value says what the knob means.",
+    ),
+]
+
 
 @spec_options
 def command(
@@ -31,9 +40,7 @@ def command(
     model: ModelOption = None,
     target: TargetOption = "auto",
     op: Annotated[Op, typer.Option("--op", help="Which operation of the kernel family.")] = Op.ATTEND,
-    set: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KNOB=VALUE", help="Choose a knob; repeatable.")
-    ] = None,
+    set: SetOption = None,
     json: JsonOption = False,
 ) -> None:
     """Print the generated source of a spec's kernel."""
@@ -60,11 +67,13 @@ def command(
 
 
 def parse_settings(words: list[str]) -> dict[str, str]:
-    """`["tile_kv=64"]` as a dict. Raises ConfigError for a word without `=`."""
-    settings = {}
+    """`["tile_kv=64"]` as a dict. Raises ConfigError for a word without `=`, or a knob named twice."""
+    settings = dict[str, str]()
     for word in words:
         name, equals, value = word.partition("=")
         if not (name and equals and value):
             raise ConfigError(f"--set {word!r} is not KNOB=VALUE; write for example --set tile_kv=64")
+        if name in settings:
+            raise ConfigError(f"--set {word!r}: {name} is already {settings[name]}; set each knob once")
         settings[name] = value
     return settings

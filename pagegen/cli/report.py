@@ -9,7 +9,7 @@ import typer
 
 from pagegen.cli._common import JsonOption, as_path, print_json
 
-EXAMPLE = "pagegen report results/cpu-avx512/bf16-d64-h9x3-b16-NHD"
+EXAMPLE = "pagegen report DIR"
 
 
 def command(

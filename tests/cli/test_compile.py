@@ -60,6 +60,7 @@ def test_a_target_that_does_not_compile_is_a_row_and_the_answer_no(monkeypatch: 
         (("compile", SPEC, "--all"), "leave out SPEC"),
         (("compile", SPEC, "--target", "cuda:sm_1"), "target 'cuda:sm_1' is not known"),
         (("compile", SPEC, "--target", "cuda:sm_90", "--set", "tile_kv=7"), "knob tile_kv='7' is not allowed"),
+        (("compile", SPEC, "--op", "write_kv", "--set", "tile_kv=16", "--set", "tile_kv=32"), "set each knob once"),
         (("compile",), "name one spec"),
     ],
 )

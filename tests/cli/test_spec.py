@@ -93,7 +93,9 @@ def test_render_prints_source_and_the_config_used() -> None:
     [
         (("--set", "tile_kv"), "KNOB=VALUE"),
         (("--set", "tile_kv=33"), "tile_kv"),
-        (("--set", "warp_speed=9"), "warp_speed"),
+        (("--set", "warp_speed=9"), "allowed: tile_kv (default "),
+        (("--target", "cpu:avx2", "--set", "prefetch_again=2"), "(how often a prefetched line is prefetched again"),
+        (("--target", "cpu:avx2", "--set", "row_block=4", "--set", "row_block=8"), "row_block is already 4; set each knob once"),
         (("--target", "tpu:v5"), "tpu:v5"),
         (("--layout", "DHN"), "DHN"),
         (("--kv-scale", "head"), "kv_dtype"),

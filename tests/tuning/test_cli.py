@@ -4,6 +4,9 @@ import contextlib
 import functools
 import inspect
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,7 @@ from pagegen.spec import PAGED_OPS, parse_slug
 from pagegen.target import best_cpu, detect
 from pagegen.tuning import job, joining, roofline
 from pagegen.tuning.job import _packaged
+from pagegen.tuning.machine import PINNED
 from pagegen.tuning.search import Progress
 from tests.cli.helpers import run
 from tests.documented import documented, keys_of
@@ -58,6 +62,20 @@ def test_bench_times_the_package_against_its_default_and_three_sdpa_forms(packag
         assert row["seconds"]["low"] <= row["seconds"]["median"] <= row["seconds"]["high"]
         assert row["gbs"] > 0 and row["gflops"] > 0 and row["ratio"]["median"] > 0
     assert all(row["ratio"]["median"] == 1.0 for row in rows if row["name"] == "package")
+
+
+@pytest.mark.parametrize(("set_by_user", "pinned"), [({}, True), ({"OMP_PROC_BIND": "false"}, False)])
+def test_bench_times_with_the_tuners_openmp_settings_but_for_what_the_user_has_set(
+    package: Path, set_by_user: dict[str, str], pinned: bool
+) -> None:
+    environment = {name: value for name, value in os.environ.items() if name not in PINNED}
+    words = ["bench", "kernel", str(package), "--against", "default", "--phase", "mixed", "--seconds", "0.01", "--json"]
+    command = [sys.executable, "-m", "pagegen", *words]
+    found = subprocess.run(command, env={**environment, **set_by_user}, capture_output=True, text=True, check=True)
+    document = json.loads(found.stdout)
+    wanted = {**PINNED, **set_by_user}
+    assert {name: document["openmp"].get(name) for name in ("OMP_PLACES", "OMP_PROC_BIND")}.items() <= wanted.items()
+    assert document["conditions"]["pinned"] is pinned
 
 
 @pytest.mark.usefixtures("threads")

@@ -20,7 +20,7 @@ from pagegen.target import Hardware, Target, best_cpu, detect, parse_target
 from pagegen.tuning import roofline
 from pagegen.tuning.contest import Row, limit_notes
 from pagegen.tuning.decide import decide
-from pagegen.tuning.machine import NO_DISTURBANCE
+from pagegen.tuning.machine import NO_DISTURBANCE, PINNED
 from pagegen.tuning.measure import Interval, Measurement
 from pagegen.tuning.report import roofline_svg, write_report
 from pagegen.tuning.roofline import Limits, Roofline, level_sizes, measure_roofline, thread_counts
@@ -208,6 +208,8 @@ def test_the_plot_shows_every_batch_within_its_frame() -> None:
 @pytest.fixture
 def attention_cpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    for name, value in PINNED.items():  # or its main begins the process anew
+        monkeypatch.setenv(name, value)
     return importlib.import_module("attention_cpu")
 
 
@@ -261,7 +263,6 @@ def measured(tmp_path: Path, attention_cpu: ModuleType, monkeypatch: pytest.Monk
         (folder / f"{name}.json").write_text((source / f"{name}.json").read_text())
     (folder / "roofline.json").write_text((source / "roofline.json").read_text())
     hardware = json.loads((folder / f"{name}.json").read_text())["environment"]["hardware"]
-    monkeypatch.setenv("OMP_PROC_BIND", "close")  # or it begins anew
     monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
     monkeypatch.setattr(attention_cpu, "hardware_fingerprint", lambda target: hardware)
     monkeypatch.setattr(attention_cpu, "report", lambda folder, roofline: folder / "table.md")
@@ -325,7 +326,6 @@ def test_a_roofline_of_another_machine_is_measured_anew_with_all_records_alone(
 def test_a_checkout_that_is_none_is_refused_by_its_name(
     tmp_path: Path, attention_cpu: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("OMP_PROC_BIND", "close")
     for folder in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(ConfigError, match=f"checkout={folder}: no checkout of pagegen is there; give the path"):
             attention(attention_cpu, monkeypatch, tmp_path, "--config", f"checkout={folder}")

@@ -330,6 +330,7 @@ def test_a_checkout_that_is_none_is_refused_by_its_name(
         with pytest.raises(ConfigError, match=f"checkout={folder}: no checkout of pagegen is there; give the path"):
             attention(attention_cpu, monkeypatch, tmp_path, "--config", f"checkout={folder}")
     (tmp_path / "pagegen").mkdir()
+    (tmp_path / "pagegen" / "__init__.py").touch()
     (tmp_path / "pagegen" / "__main__.py").write_text("raise SystemExit('it is too old')")
     with pytest.raises(ConfigError, match=f"checkout={tmp_path}: it does not render bf16-d64-h9x3-b32-NHD: it is too old"):
         attention_cpu.attend_of(str(tmp_path), parse_slug("bf16-d64-h9x3-b32-NHD")[0], best_cpu())

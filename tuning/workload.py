@@ -6,6 +6,7 @@ Vendored into every kernel package: relative imports, torch and the standard lib
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 import hashlib
 import itertools
@@ -33,6 +34,7 @@ MAX_SEQS = 1 << 16  # of a batch
 MAX_WEIGHT = 1e9  # of a batch
 MAX_SUM = 1e15  # of a batch that stands for others
 MAX_NUMBER = 999_999_999  # in a batch's name
+RUN = 16  # blocks of a sequence that lie side by side in `Order.RUNS`
 _GROUP = re.compile(r"(\d{1,99})x(\d{1,99})@(\d{1,99})", re.ASCII)
 
 
@@ -252,14 +254,39 @@ def blocks_of(spec: KernelSpec, point: Point) -> int:
     return sum(-(-context // spec.block_size) for context in point.context_lens)
 
 
+class Order(enum.StrEnum):
+    """Where the blocks of a batch's sequences lie."""
+
+    RANDOM = "random"  # each somewhere
+    RUNS = "runs"  # up to RUN of a sequence side by side, each run somewhere: what a block manager that prefers runs hands out
+    ORDERED = "ordered"  # all side by side, sequence after sequence
+
+
+def _blocks(pool: Pool, widths: list[int], copies: int, order: Order, seed: int) -> torch.Tensor:
+    """The blocks of the first copy's first sequence, of its second, ..., of the next copy's."""
+    count = copies * sum(widths)
+    match order:
+        case Order.RANDOM:
+            return pool.permutation[:count]
+        case Order.ORDERED:
+            return torch.arange(count)
+        case Order.RUNS:
+            lengths = torch.tensor([min(RUN, width - at) for width in widths for at in range(0, width, RUN)]).repeat(copies)
+            shuffled = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(seed))
+            begins = torch.empty_like(lengths)
+            begins[shuffled] = lengths[shuffled].cumsum(0) - lengths[shuffled]
+            first = lengths.cumsum(0) - lengths  # where a run stands in the tables
+            return torch.arange(count) + (begins - first).repeat_interleave(lengths)
+
+
 class Inputs:
     """The tensors of a point: q, out, and as many disjoint block tables as the pool holds.
 
-    Calls take the tables in turn, whoever calls, so that each finds its KV cold and its blocks scattered; if `warm`,
+    Calls take the tables in turn, whoever calls, so that each finds its KV cold and its blocks in `order`; if `warm`,
     there is one table.
     """
 
-    def __init__(self, pool: Pool, point: Point, seed: int = 0, warm: bool = False) -> None:
+    def __init__(self, pool: Pool, point: Point, seed: int = 0, warm: bool = False, order: Order = Order.RANDOM) -> None:
         spec, device, dtype = pool.spec, pool.device, TORCH_DTYPES[pool.spec.dtype]
         self.pool, self.point, self.spec = pool, point, spec
         tokens, seqs = sum(point.query_lens), len(point.query_lens)
@@ -276,7 +303,7 @@ class Inputs:
         self.rotated_bytes = copies * sum(widths) * block_bytes(spec)
         self.extras = _extras(spec, pool, tokens, max(point.query_lens))
         tables = torch.full((copies, seqs, max(widths)), -1, dtype=torch.int32)
-        blocks = pool.permutation[: copies * sum(widths)].view(copies, -1)
+        blocks = _blocks(pool, widths, copies, order, seed).view(copies, -1)
         for row, (width, end) in enumerate(zip(widths, itertools.accumulate(widths), strict=True)):
             tables[:, row, :width] = blocks[:, end - width : end]
         self.block_tables = tables.to(device).unbind()

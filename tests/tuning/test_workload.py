@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pagegen.errors import ConfigError
 from pagegen.records import phase_of
 from pagegen.spec import DType, KernelSpec, Phase, parse_slug
-from pagegen.tuning.workload import Inputs, Point, Pool, Workload, cold_bytes
+from pagegen.tuning.workload import RUN, Inputs, Order, Point, Pool, Workload, cold_bytes
 
 SPEC = KernelSpec(q_heads=6, kv_heads=2, head_dim=16, dtype=DType.FP32, block_size=5)
 CACHES = ("HDN8", "NHD-kvfp8_e4m3", "NHD-kvint8", "NHD-kvint4")
@@ -56,13 +56,30 @@ def test_flops_count_the_keys_that_each_row_sees(sequence: tuple[int, int], caus
     assert Point((rows,), (context,)).flops(spec) == 2 * seen * SPEC.q_heads * (SPEC.head_dim + SPEC.dim_v)
 
 
-@given(st.lists(SEQUENCES, min_size=1, max_size=5), st.integers(0, 200_000))
-def test_copies_of_a_batch_share_no_block(sequences: list[tuple[int, int]], pool_bytes: int) -> None:
-    point = Point(tuple(q for q, _ in sequences), tuple(c for _, c in sequences))
-    inputs = Inputs(Pool.for_points(SPEC, (point,), pool_bytes), point)
-    used = [block for table in inputs.block_tables for block in table.flatten().tolist() if block >= 0]
+@given(st.lists(SEQUENCES, min_size=1, max_size=5), st.integers(0, 200_000), st.sampled_from(Order), st.sampled_from((1, 5)))
+def test_copies_of_a_batch_share_no_block_and_lie_in_the_order_asked_for(
+    sequences: list[tuple[int, int]], pool_bytes: int, order: Order, block_size: int
+) -> None:
+    point, spec = Point(tuple(q for q, _ in sequences), tuple(c for _, c in sequences)), SPEC.replace(block_size=block_size)
+    inputs = Inputs(Pool.for_points(spec, (point,), pool_bytes), point, order=order)
+    rows = [[block for block in row if block >= 0] for table in inputs.block_tables for row in table.tolist()]
+    used = [block for row in rows for block in row]
     assert len(used) == len(set(used)) and inputs.block_tables
     assert max(used) < inputs.pool.k_cache.shape[0]
+    assert [len(row) for row in rows] == [-(-context // block_size) for context in point.context_lens] * len(inputs.block_tables)
+    if order is Order.ORDERED:
+        assert used == list(range(len(used)))
+    if order is Order.RUNS:
+        runs = [row[at : at + RUN] for row in rows for at in range(0, len(row), RUN)]
+        assert all(run == list(range(run[0], run[0] + len(run))) for run in runs)
+
+
+def test_runs_lie_at_random_places_and_the_usual_order_is_random() -> None:
+    point = Point.parse("3x1@700")  # of 140 blocks: 8 runs and 12 blocks more
+    pool = Pool.for_points(SPEC, (point,), 1 << 21)
+    begins = [int(row[at]) for table in Inputs(pool, point, order=Order.RUNS).block_tables for row in table for at in range(0, 140, RUN)]
+    assert sum(0 < b - a <= RUN for a, b in itertools.pairwise(begins)) < len(begins) / 3 and begins[0] > 0
+    assert torch.equal(torch.stack(Inputs(pool, point).block_tables), torch.stack(Inputs(pool, point, order=Order.RANDOM).block_tables))
 
 
 @pytest.mark.parametrize("slug", ["fp32-d16-h6x2-b5-NHD", *(f"bf16-d64-h9x3-b16-{word}" for word in CACHES)])

@@ -9,7 +9,8 @@ reads the same memory, in pages of 2 MiB, in turns of at least 1 GB or of one ba
 streams as many bytes with the widest vectors of the target on the same threads; the read of blocks (decode) those of the batch, each
 whole, in the order of its block table, the next one prefetched: what no kernel on such a cache can beat by much. The loop is that read
 with as many products of each vector as attention needs at least, and prefetches like those of a kernel: attention without softmax, sums
-across lanes and conversions. `make bench-peers` installs vLLM.
+across lanes and conversions. All of these find the blocks of a sequence in a random order; in decode ours is timed on runs of 16 blocks
+as well, and ours and vLLM's on blocks in the order of memory (block_order.py: what an order costs). `make bench-peers` installs vLLM.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attention_cpu_report import MM_SIZE, OURS, Result, report
+from attention_cpu_report import MM_SIZE, ORDERS, OURS, Result, report
 from peers import Call, Copies, common_turn, sdpa_calls, vllm_calls, vllm_error, vllm_ops
 
 from pagegen import __version__
@@ -48,7 +49,7 @@ from pagegen.tuning.cotune import usual_layouts
 from pagegen.tuning.machine import openmp_settings, pin_threads, pinned_threads
 from pagegen.tuning.measure import measure
 from pagegen.tuning.roofline import Roofline, limits, measure_roofline
-from pagegen.tuning.workload import Inputs, Point, Pool, blocks_of
+from pagegen.tuning.workload import Inputs, Order, Point, Pool, blocks_of
 
 ROTATE_BYTES = 1 << 30
 MAX_KV_BYTES = 4 << 30
@@ -182,13 +183,14 @@ def contenders(batch: Batch, target: Target, options: argparse.Namespace) -> tup
     pool = Pool(spec, 0, batches * blocks_of(spec, point))
     calls: dict[str, Call] = {}
 
-    def add(name: str, attend: Attend, where: Pool) -> Inputs:
-        inputs = Inputs(where, point)
+    def add(name: str, attend: Attend, where: Pool, order: Order = Order.RANDOM) -> Inputs:
+        inputs = Inputs(where, point, order=order)
         tables = inputs.block_tables
         calls[name] = lambda: inputs.run(attend, tables[next(turn) % len(tables)])
         return inputs
 
-    ours = add(OURS, default_attend(spec, target), pool)
+    default = default_attend(spec, target)
+    ours = add(OURS, default, pool)
     rotated = ours.rotated_bytes
     if tuned := find_package(spec.replace(layout=None), target):
         package = load_package(tuned)
@@ -213,6 +215,8 @@ def contenders(batch: Batch, target: Target, options: argparse.Namespace) -> tup
     address, whole = memory.data_ptr(), min(kv_bytes, memory.nbytes())
     calls["read"] = lambda: loops.read(address + next(turn) % pieces * stride, whole, threads)
     if batch.phase is Phase.DECODE:
+        for order in ORDERS:
+            add(order, default, pool, order)
         pieces_of = [block_addresses(pool, point, table) for table in ours.block_tables]
         block = pool.k_cache[0].nbytes
 
@@ -229,6 +233,8 @@ def contenders(batch: Batch, target: Target, options: argparse.Namespace) -> tup
     if not options.no_peers and not spec.cache_dtype.quantised and alike:
         copies = Copies(pool, point, turn)
         calls |= sdpa_calls(copies) | vllm_calls(copies)
+        if batch.phase is Phase.DECODE:
+            calls |= vllm_calls(copies, ordered=True)
     return calls, rotated, pool
 
 

@@ -16,11 +16,14 @@ from pagegen.tuning.machine import Disturbance
 from pagegen.tuning.measure import Interval, geomean_of_medians
 from pagegen.tuning.report import roofline_svg
 from pagegen.tuning.roofline import Roofline
+from pagegen.tuning.workload import RUN, Order
 
 RESIDENT_BYTES = 200 * 10**6  # from here on a batch lies in memory, whatever the caches are
 MM_SIZE = 2048  # of the matrix product that prefill is compared with
 OURS = "pagegen"  # the default
+SDPA = ("sdpa_gqa", "sdpa_folded")  # on contiguous memory
 OF_BLOCKS = {"blocks": "read of its blocks", "loop": "loop over its blocks"}  # contenders that older records may lack
+ORDERS = {Order.RUNS: f"in runs of {RUN} blocks", Order.ORDERED: "in the order of memory"}  # the default so, which they may lack, too
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,16 +38,24 @@ class Result:
     def rounds(self, name: str) -> list[float]:
         return list(self.record["contenders"][name]["rounds"])
 
+    def _fastest_of(self, *kinds: str) -> str | None:
+        """Of the contenders with these names, but for a page size at their end."""
+        return min((name for name in self.record["contenders"] if name.rstrip("0123456789") in kinds), key=self.seconds, default=None)
+
     @property
     def peer(self) -> str | None:
         """The fastest peer."""
-        peers = [name for name in self.record["contenders"] if name.startswith(("sdpa", "vllm"))]
-        return min(peers, key=self.seconds, default=None)
+        return self._fastest_of(*SDPA, "vllm_")
 
     @property
     def vllm(self) -> str | None:
         """The fastest of vLLM's."""
-        return min((name for name in self.record["contenders"] if name.startswith("vllm")), key=self.seconds, default=None)
+        return self._fastest_of("vllm_")
+
+    @property
+    def ordered_peer(self) -> str | None:
+        """The fastest peer that reads in the order of memory, where ours did so, too."""
+        return self._fastest_of(*SDPA, "vllm_ordered_") if Order.ORDERED in self.record["contenders"] else None
 
     def rate_over_mm(self) -> float:
         """Operations a second over those of torch.mm."""
@@ -91,6 +102,7 @@ def line_of(result: Result, roofline: Roofline) -> list[str]:
         f"{record['kv_bytes'] / mine / 1e9:.1f}",
         f"{record['flops'] / mine / 1e9:.0f}",
         _interval(result.ratio("read", OURS)),
+        *(_interval(result.ratio("read", order)) if order in record["contenders"] else "" for order in ORDERS),
         *(_interval(result.ratio(name, OURS)) if name in record["contenders"] else "" for name in OF_BLOCKS),
         f"{floor / mine:.2f}",
         f"{(mine - floor) * 1e6:.0f}",
@@ -102,7 +114,7 @@ def line_of(result: Result, roofline: Roofline) -> list[str]:
 
 
 COLUMNS = (
-    "batch", "KV MB", "us", "GB/s", "GFLOP/s", "share of read", "of blocks read", "of the loop", "share of floor",
+    "batch", "KV MB", "us", "GB/s", "GFLOP/s", "share of read", *ORDERS.values(), "of blocks read", "of the loop", "share of floor",
     "us above it", "faster layout, its share of read", "tuned gain", "best peer", "its time over ours", "vLLM's time over ours",
 )  # fmt: skip
 
@@ -114,8 +126,10 @@ def _interval(found: Interval) -> str:
 def report(folder: Path, roofline: Roofline) -> Path:
     """Writes table.md and roofline.svg from the records of a folder."""
     results = [Result(json.loads(path.read_text())) for path in sorted(folder.glob("*-*.json"))]
-    lines = [f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
-    lines += [f"| {' | '.join(line_of(result, roofline))} |" for result in results]
+    cells = [line_of(result, roofline) for result in results]
+    filled = [any(column) for column in zip(*cells, strict=True)]  # what no record has gets no column
+    head, *rows = (list(itertools.compress(row, filled)) for row in (COLUMNS, *cells))
+    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}", *(f"| {' | '.join(row)} |" for row in rows)]
     for title, chosen, ours in _summaries(results):
         if chosen:
             lines += ["", f"{title}: best peer's time over ours {_geomean(chosen, lambda each: each.peer, ours)}."]
@@ -128,6 +142,11 @@ def report(folder: Path, roofline: Roofline) -> Path:
         lines += ["", f"{title}: share of the plain read {_geomean(chosen, lambda _: 'read')}."]
         if any(result.fastest != OURS for result in chosen):
             lines += ["", f"{title}: share of the plain read, each in its fastest layout, {_geomean(chosen, lambda _: 'read', _fastest)}."]
+        for order, what in ORDERS.items():
+            if timed := [result for result in chosen if order in result.record["contenders"]]:
+                lines += ["", f"{title}: share of the plain read {what} {_geomean(timed, lambda _: 'read', lambda _, order=order: order)}."]
+        if with_peer := [result for result in chosen if result.ordered_peer]:
+            lines += ["", f"{title}: best peer's time over ours, both in the order of memory, {_geomean(with_peer, _ordered_peer, _ordered)}, {_least(with_peer)}."]
         for name, what in OF_BLOCKS.items():
             if read := [result for result in chosen if name in result.record["contenders"]]:
                 lines += ["", f"{title}: share of the {what} {_geomean(read, lambda _, name=name: name)}."]
@@ -168,6 +187,21 @@ def _default(_: Result) -> str:
 
 def _fastest(result: Result) -> str:
     return result.fastest
+
+
+def _ordered(_: Result) -> str:
+    return Order.ORDERED
+
+
+def _ordered_peer(result: Result) -> str | None:
+    return result.ordered_peer
+
+
+def _least(results: list[Result]) -> str:
+    """The least time of the best peer over ours, in the order of memory."""
+    ratios = {result.record["name"]: result.ratio(result.ordered_peer or "", Order.ORDERED) for result in results}
+    name = min(ratios, key=lambda name: ratios[name].median)
+    return f"at least {_interval(ratios[name])} ({name})"
 
 
 def _geomean(results: list[Result], name_of: Callable[[Result], str | None], ours: Callable[[Result], str] = _default) -> str:

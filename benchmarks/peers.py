@@ -87,9 +87,10 @@ def vllm_ops() -> Any:
 
 
 class Vllm:
-    """vLLM's CPU attention over pages of `page` tokens; its plan for the batch is made once, as once a step."""
+    """vLLM's CPU attention over pages of `page` tokens, in the order of memory or in a random one; its plan for the batch is made
+    once, as once a step."""
 
-    def __init__(self, spec: KernelSpec, page: int, seqs: int, rows: int, context: int) -> None:
+    def __init__(self, spec: KernelSpec, page: int, seqs: int, rows: int, context: int, ordered: bool = False) -> None:
         dtype = TORCH_DTYPES[spec.dtype]
         amx = dtype is torch.bfloat16 and torch.cpu._is_amx_tile_supported()
         self.isa = "vec16" if page % 32 else "amx" if amx else "vec"
@@ -97,7 +98,8 @@ class Vllm:
         self.seq_lens = torch.full((seqs,), context, dtype=torch.int32)
         self.starts = torch.arange(seqs + 1, dtype=torch.int32) * rows
         self.num_pages = seqs * -(-context // page)
-        self.table = torch.randperm(self.num_pages).view(seqs, -1).to(torch.int32)
+        pages = torch.arange(self.num_pages) if ordered else torch.randperm(self.num_pages)
+        self.table = pages.view(seqs, -1).to(torch.int32)
         self.plan = self.ops.cpu_attn_get_scheduler_metadata(
             num_reqs=seqs,
             num_heads=spec.q_heads,
@@ -137,22 +139,22 @@ class Vllm:
         )
 
 
-def vllm_calls(copies: Copies) -> dict[str, Call]:
-    """A call for each page size that the context is a multiple of; none without vLLM."""
+def vllm_calls(copies: Copies, ordered: bool = False) -> dict[str, Call]:
+    """A call for each page size that the context is a multiple of, pages in a random order or in that of memory; none without vLLM."""
     if vllm_ops() is None:
         return {}
     calls: dict[str, Call] = {}
     for page in VLLM_PAGES:
         if copies.context % page:
             continue
-        vllm = Vllm(copies.spec, page, copies.seqs, copies.rows, copies.context)
+        vllm = Vllm(copies.spec, page, copies.seqs, copies.rows, copies.context, ordered)
         caches, q = [vllm.caches(piece) for piece in copies.pieces], copies.query()
         out = torch.empty_like(q)
 
         def call(vllm: Vllm = vllm, caches: Any = caches, q: torch.Tensor = q, out: torch.Tensor = out) -> None:
             vllm.attend(out, q, *caches[copies.next()])
 
-        calls[f"vllm_{page}"] = call
+        calls[f"vllm_{'ordered_' if ordered else ''}{page}"] = call
     return calls
 
 

@@ -259,6 +259,34 @@ def test_a_report_gives_the_share_of_the_loop_where_a_record_has_it(tmp_path: Pa
     assert re.search(r"share of the read of its blocks .*\(geometric mean of 2 batches\)", table)
 
 
+def test_a_report_gives_shares_and_peers_by_the_order_of_blocks_where_a_record_has_them(tmp_path: Path, attention_cpu_report: ModuleType) -> None:
+    measured = ROOT / "results/zen5/cpu-avx512_bf16/attention_cpu"
+    old = json.loads((measured / "decode-bf16-d64-h16x16-b32-NHD-32x1_8192.json").read_text())
+    for name in [name for name in old["contenders"] if name in ("runs", "ordered") or name.startswith("vllm_ordered")]:
+        del old["contenders"][name]
+    new, read = copy.deepcopy(old) | {"name": "with orders"}, old["contenders"]["read"]
+
+    def times(factor: float) -> dict[str, object]:
+        rounds = [second * factor for second in read["rounds"]]
+        return {**read, "rounds": rounds, "seconds": {**read["seconds"], "median": read["seconds"]["median"] * factor}}
+
+    new["contenders"] |= {"runs": times(2.0), "ordered": times(1.25), "vllm_ordered_16": times(5.0), "vllm_ordered_32": times(2.5)}
+    roofline = Roofline.from_dict(json.loads((measured / "roofline.json").read_text()))
+    (tmp_path / "decode-old.json").write_text(json.dumps(old))
+    without = attention_cpu_report.report(tmp_path, roofline).read_text()
+    assert "order of memory" not in without and "runs of" not in without, "what no record has gets neither column nor line"
+    (tmp_path / "decode-new.json").write_text(json.dumps(new))
+    table = attention_cpu_report.report(tmp_path, roofline).read_text()
+    rows = {cells[0]: cells for line in table.splitlines() if line.startswith("|") for cells in [[cell.strip() for cell in line.strip("|").split("|")]]}
+    for column, share in (("in runs of 16 blocks", "0.50 [0.50, 0.50]"), ("in the order of memory", "0.80 [0.80, 0.80]")):
+        at = rows["batch"].index(column)
+        assert (rows["with orders"][at], rows[old["name"]][at]) == (share, "")
+        assert f"decode, bf16 KV of 200 MB and more: share of the plain read {column} {share} (one batch)." in table
+    assert "best peer's time over ours, both in the order of memory, 2.00 [2.00, 2.00] (one batch), at least 2.00 [2.00, 2.00] (with orders)." in table
+    at = rows["batch"].index("best peer")
+    assert rows["with orders"][at:] == rows[old["name"]][at:] and "ordered" not in rows["with orders"][at], "the other columns are of random orders"
+
+
 @pytest.fixture
 def measured(tmp_path: Path, attention_cpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Three records and a roofline, of a machine that is made this one's kind; the report and the measuring are left out."""

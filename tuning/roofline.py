@@ -44,6 +44,8 @@ class Limits:
         self._read.restype = self._read_pieces.restype = ctypes.c_uint64
         self._prefetched = library.pagegen_read_prefetched
         self._prefetched.argtypes, self._prefetched.restype = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32], ctypes.c_int64
+        self._follow = library.pagegen_follow
+        self._follow.argtypes, self._follow.restype = [ctypes.c_void_p, ctypes.c_int64], ctypes.c_void_p
         for function in (self._fma, self._amx, self._pairs):
             function.argtypes, function.restype = [ctypes.c_int64, ctypes.c_int32], ctypes.c_int64
 
@@ -65,6 +67,10 @@ class Limits:
         """Nanoseconds of reading `num_bytes` from `address`, both multiples of 64, some time after all lines have been prefetched
         `passes` times over; -1: after they have been read."""
         return int(self._prefetched(address, num_bytes, passes))
+
+    def follow(self, address: int, count: int) -> int:
+        """Loads the address at `address`, then the one that stands there, `count` times in all; answers the last."""
+        return int(self._follow(address, count))
 
     def fma(self, threads: int, steps: int = FMA_STEPS) -> int:
         """FP32 multiply-adds in registers; answers how many operations that were."""

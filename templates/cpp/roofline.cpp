@@ -158,6 +158,12 @@ API int64_t pagegen_read_prefetched(const void* p, int64_t bytes, int32_t passes
   return std::chrono::nanoseconds(Clock::now() - begin).count();
 }
 
+// Loads the pointer at p, then the one at where that leads to, ... `count` times, each load waiting for the one before; answers the last.
+API const void* pagegen_follow(const void* p, int64_t count) {
+  for (int64_t i = 0; i < count; i++) p = *(const void* const*)p;
+  return p;
+}
+
 // FP32 operations of a call: 2 for each lane, chain, step and thread.
 API int64_t pagegen_fma(int64_t steps, int32_t threads) {
   float kept = 0.0f;

@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+import itertools
 import json
 import re
 from pathlib import Path
@@ -77,6 +78,15 @@ def test_the_read_of_pieces_reads_each_to_its_end(target: Target) -> None:
     assert loops.read_pieces(addresses.data_ptr(), 4, memory[0].nbytes, 2) == 1 | 2 << 8, "the last is not among them"
     assert all(loops.read_prefetched(memory.data_ptr(), memory.nbytes, passes) > 0 for passes in (-1, 0, 2))
     assert [loops.products(asked) for asked in (0, 1, 3, 5, 7, 8, 11, 31, 100)] == [0, 1, 3, 5, 7, 8, 8, 28, 32], "never more than asked"
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("target", cpu_targets())
+def test_addresses_are_followed_one_by_one(target: Target) -> None:
+    words = allocate_bytes(5 * 8).view(torch.int64)
+    for here, there in ((0, 3), (3, 1), (1, 4), (4, 2), (2, 0)):
+        words[here] = words[there].data_ptr()
+    assert [Limits(target).follow(words.data_ptr(), count) for count in range(7)] == [words[at].data_ptr() for at in (0, 3, 1, 4, 2, 0, 3)]
 
 
 @pytest.mark.compiler
@@ -205,18 +215,21 @@ def test_the_plot_shows_every_batch_within_its_frame() -> None:
 # --- benchmarks/attention_cpu.py -------------------------------------------------------------------------------------
 
 
+def benchmark(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    for variable, value in PINNED.items():  # or its main begins the process anew
+        monkeypatch.setenv(variable, value)
+    return importlib.import_module(name)
+
+
 @pytest.fixture
 def attention_cpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    for name, value in PINNED.items():  # or its main begins the process anew
-        monkeypatch.setenv(name, value)
-    return importlib.import_module("attention_cpu")
+    return benchmark("attention_cpu", monkeypatch)
 
 
 @pytest.fixture
 def attention_cpu_report(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    return importlib.import_module("attention_cpu_report")
+    return benchmark("attention_cpu_report", monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -368,3 +381,44 @@ def test_a_checkout_that_is_none_is_refused_by_its_name(
     (tmp_path / "pagegen" / "__main__.py").write_text("raise SystemExit('it is too old')")
     with pytest.raises(ConfigError, match=f"checkout={tmp_path}: it does not render bf16-d64-h9x3-b32-NHD: it is too old"):
         attention_cpu.attend_of(str(tmp_path), parse_slug("bf16-d64-h9x3-b32-NHD")[0], best_cpu())
+
+
+# --- benchmarks/block_order.py ---------------------------------------------------------------------------------------
+
+
+def test_places_are_permuted_within_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    permuted = benchmark("block_order", monkeypatch).permuted
+    assert permuted(10, 1).tolist() == list(range(10))
+    places = permuted(1000, 30).tolist()
+    assert sorted(places) == list(range(1000)) and all(place // 30 == at // 30 for at, place in enumerate(places))
+    assert sum(b - a == 1 for a, b in itertools.pairwise(places)) < 100
+
+
+def test_a_ring_goes_once_through_as_many_lines_each_in_a_span_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = allocate_bytes(64 << 10)
+    begin = benchmark("block_order", monkeypatch).ring(memory, lines=16, span=4096, word=1)
+    words, seen = memory.view(torch.int64), [begin]
+    while (address := int(words[(seen[-1] - memory.data_ptr()) // 8])) != begin:
+        seen.append(address)
+    offsets = [address - memory.data_ptr() for address in seen]
+    assert sorted(offset // 4096 for offset in offsets) == list(range(16)) and all(offset % 64 == 8 for offset in offsets)
+
+
+@pytest.mark.compiler
+def test_block_order_gives_a_share_for_each_order_and_a_time_for_each_ring(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    block_order = benchmark("block_order", monkeypatch)
+    monkeypatch.setattr("sys.argv", ["block_order.py", "--mib", "64", "--seconds", "0.05", "--kib", "6", "32", "--threads", "1"])
+    block_order.main()
+    out = capsys.readouterr().out
+    shares = [tuple(map(float, found)) for found in re.findall(r"(\d\.\d\d) \[(\d\.\d\d), (\d\.\d\d)\] of the plain read", out)]
+    assert len(shares) == 2 * (4 + 3), "of 64 MiB no window has 128 MiB, and one of 32 KiB has one piece of 32 KiB alone"
+    assert all(0 < low <= share <= high < 10 for share, low, high in shares)
+    loads = [float(found) for found in re.findall(r"(\d+\.\d) ns a load", out)]
+    assert len(loads) == 3 and all(0.1 < load < 10_000 for load in loads)
+    for words in (["--kib", "0"], ["--mib", "1"], ["--threads", "0"], ["--seconds", "-1"]):
+        monkeypatch.setattr("sys.argv", ["block_order.py", *words])
+        with pytest.raises(SystemExit):
+            block_order.main()
+        assert f"{words[0]} {words[1]}: " in capsys.readouterr().err

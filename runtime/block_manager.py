@@ -20,7 +20,9 @@ class BlockManager:
 
     A block that several tables list is copied before one of them writes into it; the last holder writes in place. With
     a `prefix_cache`, full blocks are found by later requests once `commit` has said that they are computed.
-    `num_host_blocks` is the swap space, at most `num_blocks` as in the paper. `debug` makes every audit a full one.
+    `num_host_blocks` is the swap space, at most `num_blocks` as in the paper. Tables grow in runs of `run` consecutive
+    blocks where such are free, by default as many as the pool's size allows; 1 takes each where it is. `debug` makes
+    every audit a full one.
     """
 
     def __init__(
@@ -30,6 +32,7 @@ class BlockManager:
         *,
         prefix_cache: PrefixCache | None = None,
         num_host_blocks: int = 0,
+        run: int | None = None,
         debug: bool = False,
     ) -> None:
         if num_blocks < 1 or block_size < 1:
@@ -46,8 +49,8 @@ class BlockManager:
         self.block_size = block_size
         self.prefix_cache = prefix_cache
         self._debug = debug
-        self._device = BlockTables(num_blocks, block_size, prefix_cache)
-        self._host = BlockTables(num_host_blocks, block_size)
+        self._device = BlockTables(num_blocks, block_size, prefix_cache, run)
+        self._host = BlockTables(num_host_blocks, block_size, run=run)
 
     # --- questions ---------------------------------------------------------------------------------------------------
 
@@ -154,12 +157,13 @@ class BlockManager:
                 )
             table, num_partial = holding.table, holding.length % self.block_size
             if num_partial and pool.ref_counts[table[-1]] > 1:
-                source, table[-1] = table[-1], pool.take()
+                source, table[-1] = table[-1], pool.take(holding)
                 pool.release(source)
                 copies.append((source, table[-1]))
                 device.num_filled += num_partial
                 needed -= 1
-            table.extend(pool.take() for _ in range(needed))
+            for missing in range(needed, 0, -1):
+                table.append(pool.take(holding, missing))
             device.num_entries += needed
         holding.length += num_tokens
         device.num_filled += num_tokens
@@ -180,7 +184,7 @@ class BlockManager:
                 if others or num_taken == num_free:
                     others.append(i)
                     continue
-                holding.table.append(pool.take())
+                holding.table.append(pool.take(holding))
                 num_taken += 1
             elif ref_counts[holding.table[-1]] != 1:
                 others.append(i)

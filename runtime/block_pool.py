@@ -3,38 +3,89 @@
 from __future__ import annotations
 
 from array import array
-from collections import Counter, deque
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
+from typing import Generic, TypeVar
 
 from pagegen.runtime.policies import AuditError
 from pagegen.runtime.prefix_cache import Prefix, PrefixCache
+
+LONGEST_RUN = 8  # blocks: longer ones are read little faster and leave others less room (benchmarks/block_runs.py)
+CLAIMS = 64  # that the pool has room for at least, so that a small one is not taken up by a few
+SPARED = 4  # claims and empty blocks for which prefixes are evicted before their turn, at most: 1 for so many idle blocks
+
+Key = TypeVar("Key")
+_NOTHING = range(0)
+
+
+class BySize(Generic[Key]):
+    """Things of sizes 1 to `most`. Every operation is O(1)."""
+
+    def __init__(self, most: int) -> None:
+        self._keys: list[OrderedDict[Key, None]] = [OrderedDict() for _ in range(most + 1)]
+        self._sizes = 0  # a bit for each size that something has
+
+    def move(self, key: Key, size: int, to: int) -> None:
+        """0 is not to be listed."""
+        if size:
+            del self._keys[size][key]
+            if not self._keys[size]:
+                self._sizes ^= 1 << size
+        if to:
+            self._keys[to][key] = None
+            self._sizes |= 1 << to
+
+    def largest(self) -> Key | None:
+        """Among equals the one that has had its size for longest."""
+        return next(iter(self._keys[self._sizes.bit_length() - 1])) if self._sizes else None
+
+    def sizes(self) -> dict[Key, int]:
+        return {key: size for size, keys in enumerate(self._keys) for key in keys}
 
 
 class BlockPool:
     """Blocks 0 to `num_blocks` - 1, each with as many references as tables list it. Every change is O(1).
 
-    An empty block is handed out before one that still keeps a prefix, the longest free first.
+    Memory is read faster in its order, so a table grows in runs: its next block comes from a claim of up to `run`
+    consecutive blocks that others leave alone while they find some elsewhere. Claimed blocks are free all the same:
+    who finds no other takes the upper half of the longest claim. An empty block that nobody claims is handed out
+    before one that still keeps a prefix, unless those are many more.
     """
 
-    def __init__(self, num_blocks: int, cache: PrefixCache | None = None) -> None:
+    def __init__(self, num_blocks: int, cache: PrefixCache | None = None, run: int | None = None) -> None:
         self.num_blocks = num_blocks
+        self.run = run or max(1, min(LONGEST_RUN, num_blocks // CLAIMS))
         self.ref_counts = [0] * num_blocks
         self.num_held = 0  # blocks with a reference
         self.num_references = 0
         self._cache = cache
-        self._free = deque(range(num_blocks))  # neither held nor keeping a prefix
+        self._claims: dict[Holding, range] = {}  # none is empty
+        self._owners: BySize[Holding] = BySize(self.run)  # by the length of their claims
+        self._num_claimed = self._num_empty = 0
+        self._empty = bytearray(num_blocks)  # 1: neither held nor claimed nor keeping a prefix
+        self._empty_in = [0] * -(-num_blocks // self.run)  # number, by run
+        self._runs: BySize[int] = BySize(self.run)  # by that number
+        self.put_back(range(num_blocks))
 
     @property
     def num_free(self) -> int:
-        return len(self._free) + (self._cache.num_idle if self._cache else 0)
+        return self._num_empty + self._num_claimed + (self._cache.num_idle if self._cache else 0)
 
-    def take(self) -> int:
-        """A block with its first reference. Needs `num_free`."""
-        block = self._cache.evict() if self._cache and not self._free else self._free.popleft()
+    def take(self, holding: Holding, num_blocks: int = 1) -> int:
+        """A block with its first reference, to follow `holding`'s last, the first of `num_blocks`. Needs `num_free`."""
+        claim = self._claims.get(holding, _NOTHING) or self._claim(holding, num_blocks)
+        self._set_claim(holding, claim[1:])
+        block = claim[0]
         self.ref_counts[block] = 1
         self.num_held += 1
         self.num_references += 1
         return block
+
+    def unclaim(self, holding: Holding) -> None:
+        """What the table would have grown into is for everybody."""
+        claim = self._claims.get(holding, _NOTHING)
+        self._set_claim(holding, _NOTHING)
+        self.put_back(claim)
 
     def share(self, block: int) -> bool:
         """One more reference; whether it is the first, to a block that only kept a prefix."""
@@ -58,12 +109,15 @@ class BlockPool:
             return False
         self.num_held -= 1
         if not (self._cache and self._cache.retire(block)):
-            self._free.append(block)
+            self.put_back((block,))
         return True
 
     def put_back(self, blocks: Iterable[int]) -> None:
-        """Takes blocks whose prefix the cache has forgotten."""
-        self._free.extend(blocks)
+        """Takes blocks that are empty from now on."""
+        for block in blocks:
+            run = block // self.run
+            self._empty[block] = 1
+            self._count_empty(run, self._empty_in[run] + 1)
 
     def audit(self) -> None:
         """Raises AuditError unless every block is held, free, or kept for its prefix. O(1)."""
@@ -85,9 +139,74 @@ class BlockPool:
         if self._cache:
             self._cache.audit(self.ref_counts)
         published = self._cache.published if self._cache else ()
-        free = set(self._free)
-        if len(free) != len(self._free) or any(self.ref_counts[block] or block in published for block in free):
-            raise AuditError("the free list has a block twice, or one that is in use")
+        empty = [block for block, is_empty in enumerate(self._empty) if is_empty]
+        claimed = [block for claim in self._claims.values() for block in claim]
+        free = {*empty, *claimed}
+        if len(free) != len(empty) + len(claimed) or any(self.ref_counts[block] or block in published for block in free):
+            raise AuditError("a block is free twice, or free and in use")
+        in_runs = Counter(block // self.run for block in empty)
+        if in_runs != +Counter(dict(enumerate(self._empty_in))) or in_runs != self._runs.sizes():
+            raise AuditError("the runs have other empty blocks than is written down")
+        lengths = {holding: len(claim) for holding, claim in self._claims.items()}
+        if (len(empty), len(claimed)) != (self._num_empty, self._num_claimed) or lengths != self._owners.sizes():
+            raise AuditError(f"{self._num_empty} empty and {self._num_claimed} claimed blocks counted, lists differ")
+
+    # --- inside ------------------------------------------------------------------------------------------------------
+
+    def _claim(self, holding: Holding, num_blocks: int) -> range:
+        """Up to a run of consecutive blocks, of which `num_blocks` are wanted at once; they are nobody's as yet."""
+        after = holding.table[-1] + 1 if holding.table else self.num_blocks
+        if self.run > 1 and after < self.num_blocks and self._empty[after]:
+            return self._take_empty(after)
+        run, num_idle = self._runs.largest(), self._cache.num_idle if self._cache else 0
+        if run is not None and (self._empty_in[run] == self.run or num_idle <= SPARED * self._num_empty):
+            return self._take_empty(self._empty.index(1, run * self.run))
+        if num_idle:
+            return self._evict(num_blocks)
+        owner = self._owners.largest()
+        assert owner, "a block is free"
+        claim = self._claims[owner]
+        half = len(claim) // 2
+        self._set_claim(owner, claim[:half])
+        return claim[half:]
+
+    def _take_empty(self, start: int) -> range:
+        """The empty blocks from `start` to the end of its run or to one that is not empty."""
+        run = start // self.run
+        end = min((run + 1) * self.run, self.num_blocks)
+        found = self._empty.find(0, start, end)
+        claim = range(start, end if found < 0 else found)
+        self._empty[start : claim.stop] = bytes(len(claim))
+        self._count_empty(run, self._empty_in[run] - len(claim))
+        return claim
+
+    def _evict(self, num_blocks: int) -> range:
+        """The least recently used block, and on both sides of it, in its run, what is empty or has been idle for long."""
+        assert self._cache
+        block, room = self._cache.evict(), self._cache.num_idle > SPARED * self._num_claimed
+        self.put_back((block,))
+        missing = max(num_blocks, self.run if room else 1) - 1
+        lowest = block - block % self.run
+        for side in (range(block - 1, lowest - 1, -1), range(block + 1, min(lowest + self.run, self.num_blocks))):
+            for neighbour in side:
+                if not self._empty[neighbour]:
+                    if missing <= 0 or not self._cache.evict_early(neighbour):
+                        break
+                    missing -= 1
+                    self.put_back((neighbour,))
+        return self._take_empty(max(lowest, self._empty.rfind(0, 0, block) + 1))
+
+    def _set_claim(self, holding: Holding, claim: range) -> None:
+        before = self._claims.pop(holding, _NOTHING)
+        self._owners.move(holding, len(before), len(claim))
+        self._num_claimed += len(claim) - len(before)
+        if claim:
+            self._claims[holding] = claim
+
+    def _count_empty(self, run: int, count: int) -> None:
+        self._runs.move(run, self._empty_in[run], count)
+        self._num_empty += count - self._empty_in[run]
+        self._empty_in[run] = count
 
 
 class Holding:
@@ -124,8 +243,8 @@ class BlockTables:
     counts, so that `audit` compares independent books.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, cache: PrefixCache | None = None) -> None:
-        self.pool = BlockPool(num_blocks, cache)
+    def __init__(self, num_blocks: int, block_size: int, cache: PrefixCache | None = None, run: int | None = None) -> None:
+        self.pool = BlockPool(num_blocks, cache, run)
         self.block_size = block_size
         self.holdings: dict[int, Holding] = {}
         self.num_entries = self.num_filled = 0
@@ -143,6 +262,7 @@ class BlockTables:
     def remove(self, seq_id: int) -> Holding:
         """Releases a table's blocks; from the tail, so that a prefix is evicted later than what hangs on it."""
         holding = self.holdings.pop(seq_id)
+        self.pool.unclaim(holding)
         self.num_entries -= len(holding.table)
         filled = (holding.length - 1) % self.block_size + 1
         for block in reversed(holding.table):
@@ -161,15 +281,15 @@ class BlockTables:
         """Moves sequences to another memory, which has room; returns (block here, block there), shared ones once."""
         moved = dict[int, int]()
         for seq_id in seq_ids:
-            holding, table = self.remove(seq_id), array("i")
-            for block, filled in zip(holding.table, holding.filled(self.block_size), strict=True):
+            holding = self.remove(seq_id)
+            blocks, holding.table = holding.table, array("i")
+            for i, (block, filled) in enumerate(zip(blocks, holding.filled(self.block_size), strict=True)):
                 if block in moved:
                     other.pool.share(moved[block])
                 else:
-                    moved[block] = other.pool.take()
+                    moved[block] = other.pool.take(holding, len(blocks) - i)
                     other.num_filled += filled
-                table.append(moved[block])
-            holding.table = table
+                holding.table.append(moved[block])
             other.insert(seq_id, holding)
         return list(moved.items())
 

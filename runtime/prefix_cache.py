@@ -74,7 +74,8 @@ class PrefixCache:
         self._digest = digest
         self._blocks: dict[bytes, int] = {}  # by digest
         self._prefixes: dict[int, Prefix] = {}  # by block
-        self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._idle: OrderedDict[int, int] = OrderedDict()  # since how many were retired; least recently used first
+        self._num_retired = self._evicted_since = 0
         self._parked: set[int] = set()  # unreferenced as well, but pinned
         self._pins: list[Demand] = []
         self._wanted: Counter[bytes] = Counter()  # digests of pinned prefixes
@@ -158,7 +159,7 @@ class PrefixCache:
         if prefix.digest in self._wanted:
             self._parked.add(block)
         else:
-            self._idle[block] = None
+            self._rest(block)
         return True
 
     def revive(self, block: int) -> None:
@@ -170,10 +171,20 @@ class PrefixCache:
 
     def evict(self) -> int:
         """Hands out the least recently used idle block as an empty one. Needs `num_idle`."""
-        block, _ = self._idle.popitem(last=False)
+        block, self._evicted_since = self._idle.popitem(last=False)
         self._forget(block)
         self.num_evictions += 1
         return block
+
+    def evict_early(self, block: int) -> bool:
+        """Evicts this block too, if it has been idle for at least half as long as the last that was evicted."""
+        since = self._idle.get(block)
+        if since is None or 2 * (self._num_retired - since) < self._num_retired - self._evicted_since:
+            return False
+        del self._idle[block]
+        self._forget(block)
+        self.num_evictions += 1
+        return True
 
     def pin(self, demand: Demand) -> None:
         """Keeps the full blocks of the demand's tokens, now and whenever they are published."""
@@ -191,7 +202,7 @@ class PrefixCache:
             block = self._blocks.get(digest)
             if block is not None and digest not in self._wanted and block in self._parked:
                 self._parked.remove(block)
-                self._idle[block] = None
+                self._rest(block)
 
     def num_new_pins(self, demand: Demand) -> int:
         """How many blocks pinning the demand's tokens would add to `num_pinned`."""
@@ -212,6 +223,10 @@ class PrefixCache:
         return freed
 
     # --- inside ------------------------------------------------------------------------------------------------------
+
+    def _rest(self, block: int) -> None:
+        self._num_retired += 1
+        self._idle[block] = self._num_retired
 
     def _forget(self, block: int) -> None:
         del self._blocks[self._prefixes.pop(block).digest]

@@ -254,6 +254,64 @@ def test_copy_on_write_needs_a_block_of_its_own() -> None:
     assert blocks.can_append(0)
 
 
+# --- runs of consecutive blocks --------------------------------------------------------------------------------------
+
+
+def test_sequences_that_grow_in_turns_each_lie_in_a_run_of_their_own() -> None:
+    blocks = BlockManager(32, 4, run=8)
+    for seq_id in range(3):
+        blocks.allocate(seq_id, *demand(6))
+    for _ in range(6):
+        for seq_id in range(3):
+            blocks.append(seq_id, 4)
+    assert [table(blocks, seq_id) for seq_id in range(3)] == [[*range(start, start + 8)] for start in (0, 8, 16)]
+    blocks.append(1, 4)  # the next run is somebody else's
+    assert table(blocks, 1)[8:] == [24]
+    blocks.audit(full=True)
+
+
+def test_the_room_of_one_that_has_ended_is_for_the_others() -> None:
+    blocks = BlockManager(16, 4, run=8)
+    blocks.allocate(0, *demand(4))
+    blocks.allocate(1, *demand(4))
+    blocks.free(1)
+    blocks.append(0, 60)
+    assert table(blocks, 0) == [*range(16)]
+    blocks.audit(full=True)
+
+
+def test_room_to_grow_is_shared_when_nothing_else_is_free() -> None:
+    blocks = BlockManager(8, 4, run=8)
+    for seq_id in range(3):
+        blocks.allocate(seq_id, *demand(4))
+        blocks.audit(full=True)
+    assert [table(blocks, seq_id) for seq_id in range(3)] == [[0], [4], [2]]  # the upper half of the oldest claim
+    assert blocks.num_free_blocks == 5 and blocks.can_append(2, 20)
+    blocks.append(2, 20)
+    assert sorted(table(blocks, 2)) == [1, 2, 3, 5, 6, 7] and not blocks.can_append(0, 4)
+    blocks.audit(full=True)
+
+
+def test_what_was_cached_along_a_run_is_taken_along_it_again() -> None:
+    blocks = BlockManager(16, 4, prefix_cache=PrefixCache(4), run=8)
+    for seq_id in (0, 1):
+        tokens = [seq_id] * 32
+        blocks.allocate(seq_id, Demand(tokens, 32), 32)
+        blocks.commit(seq_id, tokens, 32)
+        blocks.free(seq_id)
+    blocks.allocate(2, *demand(24))
+    assert table(blocks, 2) == [0, 1, 2, 3, 4, 5]
+    blocks.audit(full=True)
+
+
+@pytest.mark.parametrize(("num_blocks", "run"), [(1, 1), (127, 1), (320, 5), (100_000, 8)])
+def test_runs_are_as_long_as_the_pool_has_room_for_many(num_blocks: int, run: int) -> None:
+    blocks = BlockManager(num_blocks, 16)
+    blocks.allocate(0, *demand(1))
+    blocks.allocate(1, *demand(1)) if num_blocks > 1 else None
+    assert table(blocks, 0) == [0] and (num_blocks == 1 or table(blocks, 1) == [run])
+
+
 def test_a_pool_of_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match="at least 1"):
         BlockManager(0, 16)
@@ -262,7 +320,7 @@ def test_a_pool_of_nothing_is_refused() -> None:
 def test_the_audit_sees_a_reference_that_nobody_wrote_down() -> None:
     blocks = BlockManager(4, 4)
     blocks.allocate(0, *demand(4))
-    blocks._device.pool.take()
+    blocks._device.pool.take(blocks._device.holdings[0])
     with pytest.raises(AuditError):
         blocks.audit()
 

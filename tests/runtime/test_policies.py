@@ -20,6 +20,7 @@ from hypothesis.stateful import (
 )
 
 from pagegen.errors import ConfigError
+from pagegen.runtime.block_manager import BlockManager
 from pagegen.runtime.extents import BuddyAllocator, FirstFitAllocator, ScatterAllocator
 from pagegen.runtime.policies import (
     MEMORY_POLICIES,
@@ -29,6 +30,7 @@ from pagegen.runtime.policies import (
     MemoryPolicy,
     make_memory_policy,
 )
+from pagegen.runtime.prefix_cache import PrefixCache
 from tests.runtime.memory_model import ModelledMemory
 
 TOKENS = st.lists(st.integers(0, 1), max_size=11)  # few tokens, so that prefixes are often equal
@@ -48,11 +50,12 @@ class PolicyMachine(RuleBasedStateMachine):
     @initialize(data=st.data(), cache=st.booleans())
     def start(self, data: st.DataObject, cache: bool) -> None:
         name = data.draw(st.sampled_from(self.names))
-        self.memory = ModelledMemory(
-            make_memory_policy(
-                name, 9, 3, max_model_len=10, prefix_cache=cache, num_host_blocks=5 if name == "paged" else 0
-            )
-        )
+        if name == "paged":
+            run, found = data.draw(st.sampled_from([None, 2, 4])), PrefixCache(3) if cache else None
+            policy: MemoryPolicy = BlockManager(9, 3, prefix_cache=found, num_host_blocks=5, run=run)
+        else:
+            policy = make_memory_policy(name, 9, 3, max_model_len=10, prefix_cache=cache)
+        self.memory = ModelledMemory(policy)
 
     def pick(self, among: object, data: st.DataObject) -> int:
         assert isinstance(among, list)

@@ -9,7 +9,7 @@ reads the same memory, in pages of 2 MiB, in turns of at least 1 GB or of one ba
 streams as many bytes with the widest vectors of the target on the same threads; the read of blocks (decode) those of the batch, each
 whole, in the order of its block table, the next one prefetched: what no kernel on such a cache can beat by much. The loop is that read
 with as many products of each vector as attention needs at least, and prefetches like those of a kernel: attention without softmax, sums
-across lanes and conversions. All of these find the blocks of a sequence in a random order; in decode ours is timed on runs of 16 blocks
+across lanes and conversions. All of these find the blocks of a sequence in a random order; in decode ours is timed on runs of 8 blocks
 as well, and ours and vLLM's on blocks in the order of memory (block_order.py: what an order costs). `make bench-peers` installs vLLM.
 """
 

@@ -12,7 +12,7 @@ from pagegen.runtime.prefix_cache import Prefix, PrefixCache
 
 LONGEST_RUN = 8  # blocks: longer ones are read little faster and leave others less room (benchmarks/block_runs.py)
 CLAIMS = 64  # that the pool has room for at least, so that a small one is not taken up by a few
-SPARED = 4  # claims and empty blocks for which prefixes are evicted before their turn, at most: 1 for so many idle blocks
+SPARED = 4  # for so many blocks that only keep a prefix one may be claimed, and one empty, while prefixes are evicted
 
 Key = TypeVar("Key")
 _NOTHING = range(0)

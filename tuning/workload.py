@@ -34,7 +34,7 @@ MAX_SEQS = 1 << 16  # of a batch
 MAX_WEIGHT = 1e9  # of a batch
 MAX_SUM = 1e15  # of a batch that stands for others
 MAX_NUMBER = 999_999_999  # in a batch's name
-RUN = 16  # blocks of a sequence that lie side by side in `Order.RUNS`
+RUN = 8  # blocks of a sequence that lie side by side in `Order.RUNS`, as in tables of the runtime (block_pool.LONGEST_RUN)
 _GROUP = re.compile(r"(\d{1,99})x(\d{1,99})@(\d{1,99})", re.ASCII)
 
 
@@ -258,7 +258,7 @@ class Order(enum.StrEnum):
     """Where the blocks of a batch's sequences lie."""
 
     RANDOM = "random"  # each somewhere
-    RUNS = "runs"  # up to RUN of a sequence side by side, each run somewhere: what a block manager that prefers runs hands out
+    RUNS = "runs"  # up to RUN of a sequence side by side, each run somewhere
     ORDERED = "ordered"  # all side by side, sequence after sequence
 
 

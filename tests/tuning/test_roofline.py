@@ -25,7 +25,7 @@ from pagegen.tuning.machine import NO_DISTURBANCE, PINNED
 from pagegen.tuning.measure import Interval, Measurement
 from pagegen.tuning.report import roofline_svg, write_report
 from pagegen.tuning.roofline import Limits, Roofline, level_sizes, measure_roofline, thread_counts
-from pagegen.tuning.workload import Point, cold_bytes
+from pagegen.tuning.workload import RUN, Point, cold_bytes
 from tests.conftest import cpu_targets
 from tests.tuning.fake_record import make_record
 
@@ -291,7 +291,7 @@ def test_a_report_gives_shares_and_peers_by_the_order_of_blocks_where_a_record_h
     (tmp_path / "decode-new.json").write_text(json.dumps(new))
     table = attention_cpu_report.report(tmp_path, roofline).read_text()
     rows = {cells[0]: cells for line in table.splitlines() if line.startswith("|") for cells in [[cell.strip() for cell in line.strip("|").split("|")]]}
-    for column, share in (("in runs of 16 blocks", "0.50 [0.50, 0.50]"), ("in the order of memory", "0.80 [0.80, 0.80]")):
+    for column, share in ((f"in runs of {RUN} blocks", "0.50 [0.50, 0.50]"), ("in the order of memory", "0.80 [0.80, 0.80]")):
         at = rows["batch"].index(column)
         assert (rows["with orders"][at], rows[old["name"]][at]) == (share, "")
         assert f"decode, bf16 KV of 200 MB and more: share of the plain read {column} {share} (one batch)." in table

@@ -16,6 +16,7 @@ as well, and ours and vLLM's on blocks in the order of memory (block_order.py: w
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
 import functools
 import importlib.metadata
@@ -162,7 +163,7 @@ def block_addresses(pool: Pool, point: Point, table: torch.Tensor) -> torch.Tens
     """Where the blocks of a batch begin, (2 * blocks,) int64: of each in its table's order that of K, then that of V."""
     begins = torch.arange(table.shape[1]) * pool.spec.block_size
     blocks = table[begins < torch.tensor(point.context_lens)[:, None]].long()
-    where = [cache.data_ptr() + blocks * cache[0].nbytes for cache in (pool.k_cache, pool.v_cache)]
+    where = [cache.data_ptr() + blocks * cache.stride(0) * cache.itemsize for cache in (pool.k_cache, pool.v_cache)]
     return torch.stack(where, dim=1).flatten()
 
 
@@ -171,8 +172,17 @@ def pool_like(pool: Pool, spec: KernelSpec) -> Pool:
     seen, layout = object.__new__(Pool), spec.kv_layout
     num_blocks = len(pool.permutation)
     seen.spec, seen.device, seen.scales, seen.permutation = spec, pool.device, pool.scales, pool.permutation
-    seen.k_cache = pool.k_cache.flatten().view(layout.k_shape(num_blocks, spec.block_size, spec.kv_heads, spec.k_width))
-    seen.v_cache = pool.v_cache.flatten().view(layout.v_shape(num_blocks, spec.block_size, spec.kv_heads, spec.v_width))
+    k_shape = layout.k_shape(num_blocks, spec.block_size, spec.kv_heads, spec.k_width)
+    v_shape = layout.v_shape(num_blocks, spec.block_size, spec.kv_heads, spec.v_width)
+    seen.k_cache, seen.v_cache = pool.k_cache.flatten(1).view(k_shape), pool.v_cache.flatten(1).view(v_shape)
+    return seen
+
+
+def apart(pool: Pool) -> Pool:
+    """The same memory with all of K before all of V."""
+    seen, memory = copy.copy(pool), torch.empty(0, dtype=pool.k_cache.dtype).set_(pool.k_cache.untyped_storage())
+    k, v = pool.k_cache.shape, pool.v_cache.shape
+    seen.k_cache, seen.v_cache = memory[: k.numel()].view(k), memory[k.numel() : k.numel() + v.numel()].view(v)
     return seen
 
 
@@ -196,6 +206,7 @@ def contenders(batch: Batch, target: Target, options: argparse.Namespace) -> tup
         package = load_package(tuned)
         add("tuned", package.attend, pool_like(pool, package.spec))
     if options.layouts and batch.phase is Phase.DECODE:
+        add("layout=apart", default, apart(pool))
         for layout in usual_layouts(spec, target):
             if layout != spec.kv_layout.name:
                 other = spec.replace(layout=KVLayout.parse(layout))
@@ -290,7 +301,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=0, help="default: the cores that may be used")
     parser.add_argument("--target", default="cpu", help="default: the best that runs here")
     parser.add_argument("--layout", default="NHD", help="KV layout of pagegen's default (default NHD)")
-    parser.add_argument("--layouts", action="store_true", help="more contenders: the default in each other layout that `tune --layout auto` tries (decode)")
+    parser.add_argument("--layouts", action="store_true", help="more contenders: the default in each other layout that `tune --layout auto` tries, and with all of K before all of V (decode)")
     parser.add_argument("--config", action="append", default=[], metavar="KNOB=VALUE,...", help="one more contender: the default with knobs changed, or `threads`, or `target`, or `checkout`: the default of another checkout, by its path")
     parser.add_argument("--no-peers", action="store_true", help="pagegen and the plain read alone")
     parser.add_argument("--max-kv", type=float, default=MAX_KV_BYTES, metavar="BYTES", help="leave out larger batches (default 4 GiB)")

@@ -40,7 +40,7 @@ def test_an_offset_past_31_bits_is_a_positive_number() -> None:
 def test_every_index_is_that_of_the_last_element_of_the_last_block(spec: KernelSpec) -> None:
     blocks = 5
     found = {index.name: index.largest(blocks) for index in indices(spec)}
-    k, v = allocate_cache(spec, blocks)
+    k, v = allocate_cache(spec, blocks, "meta")  # dense, as on a GPU
     strides = cache_strides(spec.kv_layout, k, v)
     assert found["block id"] == blocks - 1
     assert found["slot"] == blocks * spec.block_size - 1

@@ -203,8 +203,8 @@ class Pool:
         self.k_cache, self.v_cache = allocate_cache(spec, num_blocks, device)
         self.scales = allocate_scales(spec, num_blocks, device)
         sample, scale, zero = _stored_normals(spec.cache_dtype, device, seed)
-        for cache in (self.k_cache,) if spec.v_in_k else (self.k_cache, self.v_cache):
-            _tile(cache.flatten(), sample)
+        for cache in (self.k_cache, self.v_cache):  # on a CPU one memory
+            _tile(torch.empty(0, dtype=torch.uint8, device=device).set_(cache.untyped_storage()), sample)
         if self.scales is not None:
             for tensor, value in ((self.scales.k_scale, scale), (self.scales.v_scale, scale), (self.scales.k_zero, zero), (self.scales.v_zero, zero)):
                 if tensor is not None:

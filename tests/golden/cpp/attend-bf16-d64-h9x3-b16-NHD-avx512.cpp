@@ -690,6 +690,28 @@ inline void locate(const pg_attend_args& a, const int32_t* table, int64_t head, 
 // Tokens from `i` on, up to the end of the tile, that lie in one block.
 [[maybe_unused]] inline int run_of(const Tile& tile, int i) { return std::min(tile.count - i, BLOCK - int((tile.t + i) % BLOCK)); }
 
+constexpr int BURST = 32768 / 768;  // tokens whose pages are touched together: about eight
+constexpr int PAGE = 4096;  // of the smallest: a page of 2 MiB may be one of a virtual machine, which its host maps to small ones
+
+// Touches the pages of `length` tokens from t on, a line of each, well before their lines are prefetched: a processor does not go on
+// from a prefetch before it has translated its address, and translates several at a time where they come one after the other.
+inline __attribute__((always_inline)) void touch(const pg_attend_args& a, const int32_t* table, int64_t head, int heads, int64_t t, Range range, int length) {
+  if (PREFETCH == 0) return;
+  for (const int64_t end = std::min<int64_t>(t + length, range.to); t < end;) {
+    const int64_t block = table[t / BLOCK], in_block = t % BLOCK, run = std::min<int64_t>(end - t, BLOCK - in_block);
+    const auto pages = [](const C* first, int64_t count) __attribute__((always_inline)) {
+      const char* p = reinterpret_cast<const char*>(first);
+      for (const char* const end = p + count * int(sizeof(C)); p < end; p += PAGE - reinterpret_cast<uintptr_t>(p) % PAGE) __builtin_prefetch(p, 0, 2);
+    };
+    const C* k = static_cast<const C*>(a.k_cache) + block * a.k_stride_block;
+    pages(k + in_block * a.k_stride_token, run * a.k_stride_token);
+    const C* v = static_cast<const C*>(a.v_cache) + block * a.v_stride_block;
+    pages(v + in_block * a.v_stride_token, run * a.v_stride_token);
+    t += run;
+  }
+  (void)head, (void)heads;
+}
+
 // What `width` numbers from `offset` on of each token take up: the tokens of a block in one, where they have nothing between them.
 template <int MOST>
 inline void add_tokens(Ahead<MOST>& to, const Tile& tile, const C* const* tokens, int64_t offset, int64_t width, int64_t stride) {
@@ -997,6 +1019,8 @@ void run(Scratch& w, const pg_attend_args& a, int64_t s, int64_t head, int heads
   const int length = packed ? TILE_KV : std::min(TILE_FEW, TILE_KV);
   const auto tile_at = [&](int64_t t) -> Tile& { return w.tiles[(t - from) / length % (PREFETCH + 1)]; };
   for (int64_t t = from; t < from + PREFETCH * length; t += length) locate(a, table, head, t, range, tile_at(t), length);
+  const int burst = up(BURST, length);
+  touch(a, table, head, heads, from, range, (PREFETCH + 1) * length);
   if (PREFETCH > 0 && !packed) {
     look_ahead(w, a, tile_at(from), 0, heads);
     w.k_ahead.read();
@@ -1005,6 +1029,7 @@ void run(Scratch& w, const pg_attend_args& a, int64_t s, int64_t head, int heads
   for (int64_t t = from; t < range.to; t += length) {
     Tile& ahead = tile_at(t + PREFETCH * length);
     locate(a, table, head, t + PREFETCH * length, range, ahead, length);
+    if ((t - from) % burst == 0) touch(a, table, head, heads, t + (PREFETCH + 1) * length, range, burst);
     Tile& tile = tile_at(t);
     for (int h = 0; h < heads; ++h) {
       const int first = h * rows, end = first + rows;

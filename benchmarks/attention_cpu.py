@@ -327,6 +327,8 @@ def main() -> None:
         return
     if not chosen:
         sys.exit("no batch has such a name; --list names them all")
+    if options.threads < 0:
+        sys.exit(f"--threads {options.threads}: 1 and more are allowed, or 0 for the cores that may be used")
     torch.set_num_threads(options.threads or detect().threads)
     target = parse_target(options.target)
     folder = options.out / target.slug / "attention_cpu"

@@ -126,6 +126,8 @@ def _interval(found: Interval) -> str:
 def report(folder: Path, roofline: Roofline) -> Path:
     """Writes table.md and roofline.svg from the records of a folder."""
     results = [Result(json.loads(path.read_text())) for path in sorted(folder.glob("*-*.json"))]
+    if not results:
+        raise SystemExit(f"{folder} has no records; measure first, without --report")
     cells = [line_of(result, roofline) for result in results]
     filled = [any(column) for column in zip(*cells, strict=True)]  # what no record has gets no column
     head, *rows = (list(itertools.compress(row, filled)) for row in (COLUMNS, *cells))

@@ -136,9 +136,11 @@ def main() -> None:
     parser.add_argument("--longest", type=int, nargs="+", default=[1, block_pool.LONGEST_RUN], help="blocks of a run, at most")
     parser.add_argument("--seconds", type=float, default=10.0, help="of timing steps")
     options = parser.parse_args()
-    loads(options.longest)
-    if options.model:
+    if wrong := [n for n in options.longest if n < 1]:
+        parser.error(f"--longest {wrong[0]}: 1 and more are allowed")
+    if options.model:  # first: one that is not there is told at once
         steps(options.model, options.longest, options.seconds)
+    loads(options.longest)
 
 
 if __name__ == "__main__":

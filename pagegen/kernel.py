@@ -179,8 +179,8 @@ class PagedKernels(Protocol):
 def allocate_cache(spec: KernelSpec, num_blocks: int, device: str | torch.device = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
     """Zeroed (k_cache, v_cache) for `num_blocks` blocks of one layer; with v_in_k the second is a view of the first.
 
-    On a CPU K and V of a block lie side by side, each from a cache line on: where blocks are scattered, half as many
-    addresses have to be translated. The memory is in pages of 2 MiB where it is as large and the system grants them.
+    On a CPU K and V of a block lie side by side: where blocks are scattered, half as many addresses have to be translated.
+    The memory is in pages of 2 MiB where it is as large and the system grants them.
     """
     layout, dtype = spec.kv_layout, TORCH_DTYPES[spec.cache_dtype]
     k_shape = layout.k_shape(num_blocks, spec.block_size, spec.kv_heads, spec.k_width)
@@ -188,11 +188,11 @@ def allocate_cache(spec: KernelSpec, num_blocks: int, device: str | torch.device
     if torch.device(device).type != "cpu":
         k = torch.zeros(k_shape, dtype=dtype, device=device)
         return k, k[..., : spec.dim_v] if spec.v_in_k else torch.zeros(v_shape, dtype=dtype, device=device)
-    k_bytes, v_bytes = (math.prod(shape[1:]) * dtype.itemsize for shape in (k_shape, v_shape))
-    begin_v = -(-k_bytes // 64) * 64
-    blocks = allocate_bytes(num_blocks * (begin_v + (0 if spec.v_in_k else -(-v_bytes // 64) * 64))).view(num_blocks, -1)
-    k = blocks[:, :k_bytes].view(dtype).view(k_shape)
-    return k, k[..., : spec.dim_v] if spec.v_in_k else blocks[:, begin_v : begin_v + v_bytes].view(dtype).view(v_shape)
+    k_size, v_size = math.prod(k_shape[1:]), 0 if spec.v_in_k else math.prod(v_shape[1:])
+    memory = allocate_bytes(num_blocks * (k_size + v_size) * dtype.itemsize).view(dtype)  # both are views of this one, as torch.compile wants
+    blocks = memory.view(num_blocks, k_size + v_size)
+    k = blocks[:, :k_size].view(k_shape)
+    return k, k[..., : spec.dim_v] if spec.v_in_k else blocks[:, k_size:].view(v_shape)
 
 
 def allocate_bytes(num_bytes: int) -> torch.Tensor:

@@ -44,6 +44,8 @@ class BlockManager:
                 f"a swap space of {num_host_blocks} blocks does not serve a pool of {num_blocks}; "
                 f"choose 0 to {num_blocks} blocks"
             )
+        if run is not None and run < 1:
+            raise ConfigError(f"runs of {run} blocks hold nothing; run must be at least 1, or None")
         self.num_blocks = num_blocks
         self.num_host_blocks = num_host_blocks
         self.block_size = block_size

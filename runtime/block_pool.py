@@ -12,7 +12,6 @@ from pagegen.runtime.prefix_cache import Prefix, PrefixCache
 
 LONGEST_RUN = 8  # blocks: longer ones are read little faster and leave others less room (benchmarks/block_runs.py)
 CLAIMS = 64  # that the pool has room for at least, so that a small one is not taken up by a few
-SPARED = 4  # for so many blocks that only keep a prefix one may be claimed, and one empty, while prefixes are evicted
 
 Key = TypeVar("Key")
 _NOTHING = range(0)
@@ -49,7 +48,7 @@ class BlockPool:
     Memory is read faster in its order, so a table grows in runs: its next block comes from a claim of up to `run`
     consecutive blocks that others leave alone while they find some elsewhere. Claimed blocks are free all the same:
     who finds no other takes the upper half of the longest claim. An empty block that nobody claims is handed out
-    before one that still keeps a prefix, unless those are many more.
+    before one that still keeps a prefix, and no more of those are evicted than are wanted.
     """
 
     def __init__(self, num_blocks: int, cache: PrefixCache | None = None, run: int | None = None) -> None:
@@ -61,11 +60,12 @@ class BlockPool:
         self._cache = cache
         self._claims: dict[Holding, range] = {}  # none is empty
         self._owners: BySize[Holding] = BySize(self.run)  # by the length of their claims
-        self._num_claimed = self._num_empty = 0
-        self._empty = bytearray(num_blocks)  # 1: neither held nor claimed nor keeping a prefix
-        self._empty_in = [0] * -(-num_blocks // self.run)  # number, by run
+        self._num_claimed, self._num_empty = 0, num_blocks
+        self._empty = bytearray(b"\1") * num_blocks  # 1: neither held nor claimed nor keeping a prefix
+        self._empty_in = [min(self.run, num_blocks - start) for start in range(0, num_blocks, self.run)]  # number, by run
         self._runs: BySize[int] = BySize(self.run)  # by that number
-        self.put_back(range(num_blocks))
+        for index, count in enumerate(self._empty_in):
+            self._runs.move(index, 0, count)
 
     @property
     def num_free(self) -> int:
@@ -158,11 +158,11 @@ class BlockPool:
         after = holding.table[-1] + 1 if holding.table else self.num_blocks
         if self.run > 1 and after < self.num_blocks and self._empty[after]:
             return self._take_empty(after)
-        run, num_idle = self._runs.largest(), self._cache.num_idle if self._cache else 0
-        if run is not None and (self._empty_in[run] == self.run or num_idle <= SPARED * self._num_empty):
-            return self._take_empty(self._empty.index(1, run * self.run))
-        if num_idle:
-            return self._evict(num_blocks)
+        run = self._runs.largest()
+        if run is not None:
+            return self._take_empty(self._longest_gap(run))
+        if self._cache and self._cache.num_idle:
+            return self._evict(after, num_blocks)
         owner = self._owners.largest()
         assert owner, "a block is free"
         claim = self._claims[owner]
@@ -180,21 +180,30 @@ class BlockPool:
         self._count_empty(run, self._empty_in[run] - len(claim))
         return claim
 
-    def _evict(self, num_blocks: int) -> range:
-        """The least recently used block, and on both sides of it, in its run, what is empty or has been idle for long."""
-        assert self._cache
-        block, room = self._cache.evict(), self._cache.num_idle > SPARED * self._num_claimed
+    def _longest_gap(self, run: int) -> int:
+        """Where most consecutive blocks are empty, of a run in which some are."""
+        flags = bytes(self._empty[run * self.run : (run + 1) * self.run])
+        return run * self.run + flags.index(max(flags.split(b"\0")))
+
+    def _evict(self, after: int, num_blocks: int) -> range:
+        """Blocks that only kept a prefix: `after` and what follows if they have been idle for long, else the least
+        recently used, and what lies around it in its run. As many as are wanted.
+        """
+        cache = self._cache
+        assert cache
+        follows = self.run > 1 and cache.evict_early(after)
+        block = after if follows else cache.evict()
         self.put_back((block,))
-        missing = max(num_blocks, self.run if room else 1) - 1
-        lowest = block - block % self.run
-        for side in (range(block - 1, lowest - 1, -1), range(block + 1, min(lowest + self.run, self.num_blocks))):
+        missing, lowest = num_blocks - 1, block - block % self.run
+        up, down = range(block + 1, min(lowest + self.run, self.num_blocks)), range(block - 1, lowest - 1, -1)
+        for side in (up,) if follows else (up, down):
             for neighbour in side:
                 if not self._empty[neighbour]:
-                    if missing <= 0 or not self._cache.evict_early(neighbour):
+                    if not missing or not cache.evict_early(neighbour):
                         break
                     missing -= 1
                     self.put_back((neighbour,))
-        return self._take_empty(max(lowest, self._empty.rfind(0, 0, block) + 1))
+        return self._take_empty(block if follows else max(lowest, self._empty.rfind(0, 0, block) + 1))
 
     def _set_claim(self, holding: Holding, claim: range) -> None:
         before = self._claims.pop(holding, _NOTHING)

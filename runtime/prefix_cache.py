@@ -75,7 +75,7 @@ class PrefixCache:
         self._blocks: dict[bytes, int] = {}  # by digest
         self._prefixes: dict[int, Prefix] = {}  # by block
         self._idle: OrderedDict[int, int] = OrderedDict()  # since how many were retired; least recently used first
-        self._num_retired = self._evicted_since = 0
+        self._num_retired = 0
         self._parked: set[int] = set()  # unreferenced as well, but pinned
         self._pins: list[Demand] = []
         self._wanted: Counter[bytes] = Counter()  # digests of pinned prefixes
@@ -171,15 +171,15 @@ class PrefixCache:
 
     def evict(self) -> int:
         """Hands out the least recently used idle block as an empty one. Needs `num_idle`."""
-        block, self._evicted_since = self._idle.popitem(last=False)
+        block, _ = self._idle.popitem(last=False)
         self._forget(block)
         self.num_evictions += 1
         return block
 
     def evict_early(self, block: int) -> bool:
-        """Evicts this block too, if it has been idle for at least half as long as the last that was evicted."""
-        since = self._idle.get(block)
-        if since is None or 2 * (self._num_retired - since) < self._num_retired - self._evicted_since:
+        """Evicts this block, if it has been idle for at least half as long as the least recently used."""
+        since, now = self._idle.get(block), self._num_retired
+        if since is None or 2 * (now - since) < now - next(iter(self._idle.values())):
             return False
         del self._idle[block]
         self._forget(block)

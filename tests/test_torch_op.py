@@ -82,6 +82,22 @@ def test_a_whole_graph_holds_it_whatever_the_batch() -> None:
     assert any(node.target is torch.ops.pagegen.attend for node in graphs[0].graph.nodes)
 
 
+def test_a_whole_graph_may_write_into_the_cache_that_it_reads() -> None:
+    """K and V share memory: torch takes writes to both only if it knows them as views of one tensor."""
+    number, inputs, rest = batch()
+
+    def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        k[0].copy_(k[1])
+        v[0].copy_(v[1])
+        out, lse = torch.empty_like(q), torch.empty(q.shape[:2])
+        torch.ops.pagegen.attend(number, out, q, k, v, *others, lse)
+        return out
+
+    found = torch.compile(layer, backend="aot_eager", fullgraph=True)(*rest)
+    assert torch.equal(inputs.pool.v_cache[0], inputs.pool.v_cache[1])
+    assert torch.equal(found, layer(*rest))
+
+
 @pytest.mark.long
 def test_inductor_compiles_it_and_keeps_its_writes() -> None:
     number, _, rest = batch()

@@ -54,6 +54,7 @@ SPECS = {
     "mla": mla(16),
     "mla of 128 heads": mla(128, layout="HND"),
     "drop by score_mod": spec_of(score_mod="where(k_idx < 3, -inf, log(1 + k_idx) + max(score, 0.25) - floor(score))"),
+    "a token of more than eight pages": spec_of(q_heads=34, kv_heads=34, head_dim=128, deterministic=True),
 }
 
 
@@ -87,6 +88,7 @@ def gate(spec: KernelSpec, target: Target, every: int) -> str:
             (parse_target("cpu:avx512_bf16"), "six rows of fp8"),
             (parse_target("cpu:avx512"), "steps"),
             (parse_target("cpu:avx2"), "int4 with zero points"),
+            (parse_target("cpu:avx2"), "a token of more than eight pages"),
             (parse_target("cpu:scalar"), "fp8 by head"),
         )
     ],

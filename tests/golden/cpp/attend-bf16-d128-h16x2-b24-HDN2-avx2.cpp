@@ -706,26 +706,29 @@ inline void locate(const pg_attend_args& a, const int32_t* table, int64_t head, 
 // Tokens from `i` on, up to the end of the tile, that lie in one block.
 [[maybe_unused]] inline int run_of(const Tile& tile, int i) { return std::min(tile.count - i, BLOCK - int((tile.t + i) % BLOCK)); }
 
-constexpr int BURST = 32768 / 1024;  // tokens whose pages are touched together: about eight
+constexpr int BURST = 32;  // tokens whose pages are touched together: about eight
 constexpr int PAGE = 4096;  // of the smallest: a page of 2 MiB may be one of a virtual machine, which its host maps to small ones
 
 // Touches the pages of `length` tokens from t on, a line of each, well before their lines are prefetched: a processor does not go on
 // from a prefetch before it has translated its address, and translates several at a time where they come one after the other.
 inline __attribute__((always_inline)) void touch(const pg_attend_args& a, const int32_t* table, int64_t head, int heads, int64_t t, Range range, int length) {
   if (PREFETCH == 0) return;
+  // Those of `count` rows of `width` numbers, with what lies between them if that is less than a page.
+  const auto pages = [](const C* first, int64_t count, int64_t width, int64_t stride) __attribute__((always_inline)) {
+    if (stride * int(sizeof(C)) < PAGE) width += (count - 1) * stride, count = 1;
+    for (; count > 0; --count, first += stride) {
+      const char* p = reinterpret_cast<const char*>(first);
+      for (const char* const end = p + width * int(sizeof(C)); p < end; p += PAGE - reinterpret_cast<uintptr_t>(p) % PAGE) __builtin_prefetch(p, 0, 2);
+    }
+  };
   for (const int64_t end = std::min<int64_t>(t + length, range.to); t < end;) {
     const int64_t block = table[t / BLOCK], in_block = t % BLOCK, run = std::min<int64_t>(end - t, BLOCK - in_block);
-    const auto pages = [](const C* first, int64_t count) __attribute__((always_inline)) {
-      const char* p = reinterpret_cast<const char*>(first);
-      for (const char* const end = p + count * int(sizeof(C)); p < end; p += PAGE - reinterpret_cast<uintptr_t>(p) % PAGE) __builtin_prefetch(p, 0, 2);
-    };
-    const C* k = static_cast<const C*>(a.k_cache) + block * a.k_stride_block;
-    if (in_block == 0) pages(k + head * a.k_stride_head, heads * a.k_stride_head);
-    const C* v = static_cast<const C*>(a.v_cache) + block * a.v_stride_block;
-    if (in_block == 0) pages(v + head * a.v_stride_head, heads * a.v_stride_head);
+    const C* k = static_cast<const C*>(a.k_cache) + block * a.k_stride_block + head * a.k_stride_head;
+    if (in_block == 0) pages(k, heads, BLOCK * 128, a.k_stride_head);
+    const C* v = static_cast<const C*>(a.v_cache) + block * a.v_stride_block + head * a.v_stride_head;
+    if (in_block == 0) pages(v, heads, BLOCK * 128, a.v_stride_head);
     t += run;
   }
-  (void)head, (void)heads;
 }
 
 // What `width` numbers from `offset` on of each token take up: the tokens of a block in one, where they have nothing between them.

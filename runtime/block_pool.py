@@ -162,7 +162,7 @@ class BlockPool:
         if run is not None:
             return self._take_empty(self._longest_gap(run))
         if self._cache and self._cache.num_idle:
-            return self._evict(after, num_blocks)
+            return self._evict(num_blocks)
         owner = self._owners.largest()
         assert owner, "a block is free"
         claim = self._claims[owner]
@@ -185,25 +185,15 @@ class BlockPool:
         flags = bytes(self._empty[run * self.run : (run + 1) * self.run])
         return run * self.run + flags.index(max(flags.split(b"\0")))
 
-    def _evict(self, after: int, num_blocks: int) -> range:
-        """Blocks that only kept a prefix: `after` and what follows if they have been idle for long, else the least
-        recently used, and what lies around it in its run. As many as are wanted.
+    def _evict(self, num_blocks: int) -> range:
+        """The least recently used block, and of the `num_blocks` that are wanted those whose turn is next while each lies before the
+        last: so a sequence leaves a run that it had for itself.
         """
-        cache = self._cache
-        assert cache
-        follows = self.run > 1 and cache.evict_early(after)
-        block = after if follows else cache.evict()
-        self.put_back((block,))
-        missing, lowest = num_blocks - 1, block - block % self.run
-        up, down = range(block + 1, min(lowest + self.run, self.num_blocks)), range(block - 1, lowest - 1, -1)
-        for side in (up,) if follows else (up, down):
-            for neighbour in side:
-                if not self._empty[neighbour]:
-                    if not missing or not cache.evict_early(neighbour):
-                        break
-                    missing -= 1
-                    self.put_back((neighbour,))
-        return self._take_empty(block if follows else max(lowest, self._empty.rfind(0, 0, block) + 1))
+        assert self._cache
+        first = last = self._cache.evict()
+        while last - first + 1 < min(num_blocks, self.run) and first % self.run and self._cache.next_evicted == first - 1:
+            first = self._cache.evict()
+        return range(first, last + 1)
 
     def _set_claim(self, holding: Holding, claim: range) -> None:
         before = self._claims.pop(holding, _NOTHING)

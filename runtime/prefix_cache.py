@@ -74,8 +74,7 @@ class PrefixCache:
         self._digest = digest
         self._blocks: dict[bytes, int] = {}  # by digest
         self._prefixes: dict[int, Prefix] = {}  # by block
-        self._idle: OrderedDict[int, int] = OrderedDict()  # since how many were retired; least recently used first
-        self._num_retired = 0
+        self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._parked: set[int] = set()  # unreferenced as well, but pinned
         self._pins: list[Demand] = []
         self._wanted: Counter[bytes] = Counter()  # digests of pinned prefixes
@@ -96,6 +95,11 @@ class PrefixCache:
     def num_pinned(self) -> int:
         """Blocks that pins keep, or will once they are computed."""
         return len(self._wanted)
+
+    @property
+    def next_evicted(self) -> int | None:
+        """The block that `evict` would hand out."""
+        return next(iter(self._idle), None)
 
     def is_idle(self, block: int) -> bool:
         return block in self._idle
@@ -159,7 +163,7 @@ class PrefixCache:
         if prefix.digest in self._wanted:
             self._parked.add(block)
         else:
-            self._rest(block)
+            self._idle[block] = None
         return True
 
     def revive(self, block: int) -> None:
@@ -175,16 +179,6 @@ class PrefixCache:
         self._forget(block)
         self.num_evictions += 1
         return block
-
-    def evict_early(self, block: int) -> bool:
-        """Evicts this block, if it has been idle for at least half as long as the least recently used."""
-        since, now = self._idle.get(block), self._num_retired
-        if since is None or 2 * (now - since) < now - next(iter(self._idle.values())):
-            return False
-        del self._idle[block]
-        self._forget(block)
-        self.num_evictions += 1
-        return True
 
     def pin(self, demand: Demand) -> None:
         """Keeps the full blocks of the demand's tokens, now and whenever they are published."""
@@ -202,7 +196,7 @@ class PrefixCache:
             block = self._blocks.get(digest)
             if block is not None and digest not in self._wanted and block in self._parked:
                 self._parked.remove(block)
-                self._rest(block)
+                self._idle[block] = None
 
     def num_new_pins(self, demand: Demand) -> int:
         """How many blocks pinning the demand's tokens would add to `num_pinned`."""
@@ -223,10 +217,6 @@ class PrefixCache:
         return freed
 
     # --- inside ------------------------------------------------------------------------------------------------------
-
-    def _rest(self, block: int) -> None:
-        self._num_retired += 1
-        self._idle[block] = self._num_retired
 
     def _forget(self, block: int) -> None:
         del self._blocks[self._prefixes.pop(block).digest]

@@ -304,22 +304,6 @@ def test_what_was_cached_along_a_run_is_taken_along_it_again() -> None:
     blocks.audit(full=True)
 
 
-def test_a_table_goes_on_where_a_prefix_has_been_idle_for_long() -> None:
-    blocks = BlockManager(16, 4, prefix_cache=PrefixCache(4), run=8)
-    for seq_id in (0, 1):
-        tokens = [seq_id] * 32
-        blocks.allocate(seq_id, Demand(tokens, 32), 32)
-        blocks.commit(seq_id, tokens, 32)
-        blocks.free(seq_id)
-    blocks.allocate(2, *demand(4))
-    blocks.allocate(3, *demand(4))
-    blocks.append(2, 12)
-    blocks.append(3, 4)
-    assert (table(blocks, 2)[:1], table(blocks, 3)[:1]) == ([7], [6])
-    assert blocks.prefix_cache and blocks.prefix_cache.num_evictions == 6, "no more than are wanted"
-    blocks.audit(full=True)
-
-
 def test_no_prefix_is_lost_while_a_block_is_empty_that_nobody_claims() -> None:
     cache = PrefixCache(4)
     blocks = BlockManager(64, 4, prefix_cache=cache, run=8)

@@ -47,7 +47,7 @@ inline Floats multiply_add(Floats a, Floats b, Floats c) {
 
 // Reads `bytes` from p, with PRODUCTS multiply-adds of each vector, and prefetches as many bytes from `ahead` unless that is null:
 // once into the second cache or into the first and AGAIN times again, as attend.cpp.jinja's Pace. The multiply-adds are of
-// fp32: as many of the pairs of AVX512_BF16 take as long on a Zen 5 (7.7 and 8.3 G/s), where their time does not depend on the bytes.
+// fp32: as many of the pairs of AVX512_BF16 take as long on a Zen 5, where their time does not depend on the bytes.
 template <int PRODUCTS, int AGAIN = 0>
 inline __attribute__((always_inline)) uint64_t read_all(const char* p, int64_t bytes, const char* ahead = nullptr) {
   constexpr int SEEN = PRODUCTS ? 2 : STREAM, SUMS = VECTOR == 32 ? 8 : CHAINS;  // AVX2 has 16 registers for them all

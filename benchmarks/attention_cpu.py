@@ -206,7 +206,7 @@ def contenders(batch: Batch, target: Target, options: argparse.Namespace) -> tup
         package = load_package(tuned)
         add("tuned", package.attend, pool_like(pool, package.spec))
     if options.layouts and batch.phase is Phase.DECODE:
-        add("layout=apart", default, apart(pool))
+        add("kv=apart", default, apart(pool))
         for layout in usual_layouts(spec, target):
             if layout != spec.kv_layout.name:
                 other = spec.replace(layout=KVLayout.parse(layout))
